@@ -1,0 +1,290 @@
+"""Blocks: memory that travels beside the pickle, copied once and mapped by every rank.
+
+A *parcel* is one anonymous file (``memfd``) that holds a pickle stream and the blocks it refers to::
+
+    magic 8 bytes | manifest offset u64 | manifest size u64 | stream | blocks ... | manifest
+
+A block is the part of one owner's memory (a tensor's storage, an array's buffer) that is really used: the hull of
+all the views that were sent. Offsets in the stream count from the owner's start, so they stay right however small the
+hull is. Ranks map the file ``MAP_PRIVATE``: they read the same pages until they write.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from taas_magic.errors import CannotTravelError
+from taas_magic.units import format_bytes
+
+_MAGIC = b"taasprc1"
+_HEADER = struct.Struct("<8sQQ")
+_SMALL_BYTES = 64 * 1024
+_ALIGNMENT = 64
+_WRITE_CHUNK_BYTES = 256 * 1024 * 1024
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class BlockExtent(msgspec.Struct, frozen=True, array_like=True):
+    """Where a block lies: ``nbytes`` at ``file_offset``, taken from byte ``start`` of its owner's memory."""
+
+    file_offset: int
+    start: int
+    nbytes: int
+    #: Whether changed bytes may be written back into the owner's memory.
+    writable: bool = True
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a parcel holds. ``records`` are (label, offset in the stream), in order."""
+
+    stream_offset: int
+    stream_size: int
+    records: list[tuple[str, int]]
+    blocks: list[BlockExtent]
+    #: Numbers of the blocks that serve the pickle's out-of-band buffers, in the order of the stream.
+    out_of_band: list[int]
+    #: Memo numbers of objects that only existed while the sender pickled (what a ``__getstate__`` made, say).
+    temporaries: list[int] = []
+
+
+@dataclass(slots=True)
+class OutgoingBlock:
+    """One owner's memory while a parcel is being packed.
+
+    ``address`` and ``nbytes`` are the whole owner's; ``low`` and ``high`` bound what is used of it, in bytes from its start.
+    """
+
+    address: int
+    nbytes: int
+    #: Keeps the memory alive until the parcel is written, and afterwards as the target of what comes home.
+    owner: Any
+    low: int = -1
+    high: int = 0
+    #: False where nothing may ever be written back: a read-only buffer.
+    writable: bool = True
+
+    def use(self, start: int, stop: int) -> None:
+        """Widen the hull by the bytes ``start:stop`` of the owner."""
+        if stop > start:
+            self.low = start if self.low < 0 else min(self.low, start)
+            self.high = max(self.high, stop)
+
+    @property
+    def hull(self) -> tuple[int, int]:
+        """(start, nbytes) of what is used; the start is aligned so that views of any dtype still fit on it."""
+        start = max(self.low, 0) // _ALIGNMENT * _ALIGNMENT
+        return start, max(0, self.high - start)
+
+
+@dataclass
+class OutgoingBlocks:
+    """All blocks of a parcel being packed; an owner's memory is entered once, whoever refers to it."""
+
+    blocks: list[OutgoingBlock] = field(default_factory=list)
+    _by_memory: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def enter(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> int:
+        """Return the number of the block for this memory, entering it when it is new."""
+        key = (address, nbytes)
+        number = self._by_memory.get(key)
+        if number is None:
+            number = self._by_memory[key] = len(self.blocks)
+            self.blocks.append(OutgoingBlock(address, nbytes, owner, writable=writable))
+        return number
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(block.hull[1] for block in self.blocks)
+
+
+def view_of_memory(address: int, nbytes: int) -> memoryview:
+    """A writable byte view of raw memory; the caller keeps the memory alive."""
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def write_parcel(
+    stream: bytes | memoryview,
+    records: list[tuple[str, int]],
+    outgoing: OutgoingBlocks,
+    out_of_band: list[int],
+    temporaries: list[int] | None = None,
+) -> Parcel:
+    """Write stream and blocks into a new memfd.
+
+    Raises:
+        CannotTravelError: if the machine lacks the memory for it.
+    """
+    stream_offset = _HEADER.size
+    position = stream_offset + len(stream)
+    extents: list[BlockExtent] = []
+    for block in outgoing.blocks:
+        start, nbytes = block.hull
+        position = _aligned(position, nbytes)
+        extents.append(BlockExtent(position, start, nbytes, block.writable))
+        position += nbytes
+    contents = Manifest(stream_offset, len(stream), records, extents, out_of_band, temporaries or [])
+    manifest = msgspec.msgpack.encode(contents)
+    total = position + len(manifest)
+    check_memory(total)
+    fd = os.memfd_create("taas-parcel", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, total)
+        _write_all(fd, memoryview(_HEADER.pack(_MAGIC, position, len(manifest))), 0)
+        _write_all(fd, memoryview(stream), stream_offset)
+        for block, extent in zip(outgoing.blocks, extents, strict=True):
+            if extent.nbytes:
+                _write_all(fd, view_of_memory(block.address + extent.start, extent.nbytes), extent.file_offset)
+        _write_all(fd, memoryview(manifest), position)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Parcel(fd, total)
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Refuse what the machine has no memory for, before a page of it is touched."""
+    available = available_memory_bytes()
+    if needed_bytes > available:
+        raise CannotTravelError.of(
+            f"the cell's state takes {format_bytes(needed_bytes)}, and {format_bytes(available)} of memory are free",
+            expected="room for one copy of what travels, which all ranks then share",
+            do="free memory in the notebook (`del` what is not needed), or use less of it in the cell",
+        )
+
+
+def available_memory_bytes() -> int:
+    """Free memory that a new allocation can really have: the machine's, or less where a cgroup (v2) caps it."""
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit_file:
+            limit = limit_file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as current_file:
+            current = int(current_file.read())
+        if limit != "max":
+            available = min(available, max(0, int(limit) - current))
+    return available
+
+
+def _aligned(position: int, nbytes: int) -> int:
+    alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else mmap.PAGESIZE
+    return -(-position // alignment) * alignment
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + _WRITE_CHUNK_BYTES], offset + done)
+
+
+@dataclass(slots=True)
+class Parcel:
+    """An open parcel: the descriptor of its memfd (owned) and its size in bytes."""
+
+    fd: int
+    size_bytes: int
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class IncomingBlocks:
+    """A parcel mapped copy-on-write: the stream, and the blocks at their addresses."""
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        # What arrived, unchanged by this process: the measure of what the cell wrote.
+        self._pristine = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self.buffer = memoryview(self._map)
+        magic, manifest_offset, manifest_size = _HEADER.unpack_from(self._map, 0)
+        if magic != _MAGIC:
+            raise ValueError(f"not a parcel: it starts with {magic!r}, expected {_MAGIC!r}")
+        manifest_bytes = self.buffer[manifest_offset : manifest_offset + manifest_size]
+        self.manifest = msgspec.msgpack.decode(manifest_bytes, type=Manifest)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._pristine_base = _address_of_readonly(self._pristine)
+        blocks = [(extent.file_offset, number) for number, extent in enumerate(self.manifest.blocks) if extent.nbytes]
+        blocks.sort()
+        self._offsets = [offset for offset, _ in blocks]
+        self._numbers = [number for _, number in blocks]
+
+    @property
+    def stream(self) -> memoryview:
+        start = self.manifest.stream_offset
+        return self.buffer[start : start + self.manifest.stream_size]
+
+    def extent(self, number: int) -> BlockExtent:
+        return self.manifest.blocks[number]
+
+    def view(self, number: int) -> memoryview:
+        """The block's bytes, writable."""
+        extent = self.manifest.blocks[number]
+        return self.buffer[extent.file_offset : extent.file_offset + extent.nbytes]
+
+    def address(self, number: int) -> int:
+        """Where the block's first byte lies in this process."""
+        return self._base + self.manifest.blocks[number].file_offset
+
+    def locate(self, address: int) -> tuple[int, int] | None:
+        """Find the block that holds ``address``: (number, offset from the owner's start), or None."""
+        offset = address - self._base
+        at = bisect.bisect_right(self._offsets, offset) - 1
+        if at < 0:
+            return None
+        number = self._numbers[at]
+        extent = self.manifest.blocks[number]
+        inside = offset - extent.file_offset
+        return (number, inside + extent.start) if inside < extent.nbytes else None
+
+    def changed(self) -> Iterator[int]:
+        """Yield the numbers of the writable blocks whose bytes differ from what arrived."""
+        for number, extent in enumerate(self.manifest.blocks):
+            if extent.nbytes and extent.writable and _libc.memcmp(
+                self._base + extent.file_offset, self._pristine_base + extent.file_offset, extent.nbytes
+            ):
+                yield number
+
+
+def _address_of_readonly(mapping: mmap.mmap) -> int:
+    """The address of a read-only mapping, which ctypes refuses to take a pointer to."""
+    pointer = ctypes.py_object(mapping)
+    buffer = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(pointer, ctypes.byref(buffer), 0)
+    address = int(buffer.buf)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's ``Py_buffer`` (stable ABI since 3.11)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )

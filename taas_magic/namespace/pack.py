@@ -1,0 +1,290 @@
+"""Packs what a cell needs of the notebook into one parcel: one graph, one record a name.
+
+Records are pickled one after the other with a shared memo, so objects that several names reach stay one object. The memo
+numbers are kept: they are how kernel and rank speak of the same object later (see :mod:`taas_magic.namespace.track`).
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import pickle
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from taas_magic.errors import CannotTravelError
+from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, OutgoingBlocks, Parcel, write_parcel
+from taas_magic.namespace.culprit import Culprit, find_culprit
+from taas_magic.namespace.code_names import globals_of_code
+from taas_magic.namespace.pickler import NamespacePickler
+from taas_magic.namespace.rebuild import Loading, loading
+
+#: Labels of the records that are not names of the notebook; a NUL can be in no identifier.
+STATE_RECORD = "\0state"
+SOURCES_RECORD = "\0sources"
+
+
+@dataclass(frozen=True)
+class TravelItem:
+    """One name that travels: its type, what it adds in bytes, and the path of names that leads from the cell to it."""
+
+    name: str
+    type_name: str
+    size_bytes: int
+    why: str
+
+
+@dataclass
+class PackedNamespace:
+    """A packed namespace as the kernel keeps it until the run has come home.
+
+    Attributes:
+        parcel: What the ranks map.
+        origins: The kernel's objects by their memo number.
+        blocks: The kernel's memory by block number.
+        items: What travels, in order.
+        left_out: Names that were perhaps needed and cannot travel, with the reason.
+    """
+
+    parcel: Parcel
+    origins: dict[int, Any]
+    blocks: list[OutgoingBlock]
+    items: list[TravelItem]
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which names to pack: ``needed`` must travel, ``maybe`` travel if they can."""
+
+    needed: tuple[str, ...]
+    maybe: tuple[str, ...] = ()
+
+
+class _RecordError(Exception):
+    """The record of a name could not be pickled."""
+
+    def __init__(self, name: str, why: str, error: BaseException) -> None:
+        super().__init__(name)
+        self.name, self.why, self.error = name, why, error
+
+
+def pack_namespace(
+    main: dict[str, Any],
+    selection: Selection,
+    *,
+    process_state: Any = None,
+    hidden: Mapping[str, Any] | None = None,
+    cell_numbers: Mapping[str, int] | None = None,
+) -> PackedNamespace:
+    """Pack the selected names of ``main`` and all that they reach.
+
+    Args:
+        main: The notebook's namespace.
+        selection: The names that the cell reads.
+        process_state: A picklable record of process-wide state (directory, environment, random states).
+        hidden: Names that the shell itself provides; they travel only where the user rebound them.
+        cell_numbers: Execution counts by code file name, for tracebacks of functions of earlier cells.
+
+    Raises:
+        CannotTravelError: naming the variable, the path to the culprit, its type, and what to do.
+    """
+    left_out: dict[str, str] = {}
+    while True:
+        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {})
+        try:
+            return packing.run(process_state)
+        except _RecordError as failure:
+            if failure.name in packing.needed_names:
+                raise _cannot_travel(main, failure) from failure.error
+            left_out[failure.name] = str(failure.error).splitlines()[0] if str(failure.error) else "no pickle"
+
+
+@dataclass
+class _Packing:
+    """One attempt to pack."""
+
+    main: dict[str, Any]
+    selection: Selection
+    hidden: Mapping[str, Any]
+    left_out: dict[str, str]
+    cell_numbers: Mapping[str, int]
+    needed_names: set[str] = field(default_factory=set)
+
+    def run(self, process_state: Any) -> PackedNamespace:
+        self._stream = io.BytesIO()
+        self._blocks = OutgoingBlocks()
+        self._pickler = NamespacePickler(self._stream, self.main, self._blocks, on_function=self._saw_function)
+        self._records: list[tuple[str, int]] = []
+        self._sources: dict[str, tuple[str, int | None]] = {}
+        self._queue: deque[tuple[str, str]] = deque()
+        self._queued: set[str] = set()
+        self._why = ""
+        items: list[TravelItem] = []
+        self._record(STATE_RECORD, process_state)
+        for names, is_needed in ((self.selection.needed, True), (self.selection.maybe, False)):
+            self._enqueue(names, "the cell")
+            while self._queue:
+                name, self._why = self._queue.popleft()
+                if is_needed:
+                    self.needed_names.add(name)
+                items.append(self._pack_name(name))
+        self._record(SOURCES_RECORD, self._sources)
+        origins, temporaries = _origins(self._pickler)
+        stream = self._stream.getbuffer()
+        parcel = write_parcel(stream, self._records, self._blocks, self._pickler.out_of_band, temporaries)
+        return PackedNamespace(parcel, origins, self._blocks.blocks, items, dict(self.left_out))
+
+    def _enqueue(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            if name in self._queued or name in self.left_out or not self._travels(name):
+                continue
+            self._queued.add(name)
+            self._queue.append((name, why))
+
+    def _travels(self, name: str) -> bool:
+        if name not in self.main or name.startswith("__"):
+            return False
+        return not (name in self.hidden and self.hidden[name] is self.main[name])
+
+    def _pack_name(self, name: str) -> TravelItem:
+        value = self.main[name]
+        stream_before, blocks_before = self._stream.tell(), self._blocks.total_bytes
+        why = self._why
+        try:
+            self._record(name, value)
+        except Exception as error:
+            raise _RecordError(name, why, error) from error
+        size = self._stream.tell() - stream_before + self._blocks.total_bytes - blocks_before
+        return TravelItem(name, type(value).__name__, size, why)
+
+    def _record(self, label: str, value: Any) -> None:
+        self._records.append((label, self._stream.tell()))
+        self._current = label
+        self._pickler.dump((label, value))
+
+    def _saw_function(self, func: types.FunctionType) -> None:
+        self._note_source(func.__code__)
+        self._enqueue(sorted(globals_of_code(func.__code__)), f"{self._why} → {self._current}")
+
+    def _note_source(self, code: types.CodeType) -> None:
+        """Send the source of notebook code along, for tracebacks and ``inspect.getsource`` in the ranks."""
+        name = code.co_filename
+        entry = linecache.cache.get(name)
+        if name in self._sources or entry is None or len(entry) < 4 or entry[1] is not None:
+            return
+        self._sources[name] = ("".join(entry[2]), self.cell_numbers.get(name))
+
+
+def _origins(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:
+    """The memo by number, without the objects that nothing but the memo holds: those were made for the pickle.
+
+    A container has a lower number than what it holds, so one pass in order also finds the parts of such objects.
+    """
+    pairs = sorted(pickler.memo.copy().values(), key=lambda pair: pair[0])
+    pickler.clear_memo()
+    origins = {}
+    temporaries = []
+    pairs.reverse()
+    while pairs:
+        number, obj = pairs.pop()
+        if sys.getrefcount(obj) <= _REFERENCES_OF_A_TEMPORARY:
+            temporaries.append(number)
+        else:
+            origins[number] = obj
+    return origins, temporaries
+
+
+#: The local variable and getrefcount's argument; the popped pair is gone by then.
+_REFERENCES_OF_A_TEMPORARY = 2
+
+
+def _cannot_travel(main: dict[str, Any], failure: _RecordError) -> CannotTravelError:
+    culprit = diagnose(main, failure.name)
+    used_by = failure.why.removeprefix("the cell").removeprefix(" → ")
+    reached = f" (used by {used_by.replace(' → ', ', then ')})" if used_by else ""
+    if culprit is None:
+        return CannotTravelError.of(
+            f"`{failure.name}`{reached} cannot be sent to the ranks: {failure.error}",
+            do=f"create `{failure.name}` in the cell",
+        )
+    return CannotTravelError.of(
+        f"`{failure.name}`{reached} cannot be sent to the ranks: {culprit.describe()}",
+        expected="values that can be pickled; nothing was started",
+        do=culprit.advice,
+    )
+
+
+def diagnose(main: dict[str, Any], name: str) -> Culprit | None:
+    """The object that keeps ``name`` from travelling, or None where it can travel."""
+    if try_pickle(main, main[name]) is None:
+        return None
+    return find_culprit(name, main[name], lambda obj: try_pickle(main, obj))
+
+
+def try_pickle(main: dict[str, Any], obj: Any, **options: Any) -> BaseException | None:
+    """Pickle ``obj`` alone, keeping nothing; the error, or None."""
+    try:
+        NamespacePickler(_Nowhere(), main, OutgoingBlocks(), **options).dump(obj)
+    except Exception as error:
+        return error
+    return None
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+@dataclass
+class ReceivedNamespace:
+    """A parcel as a rank has it after loading.
+
+    Attributes:
+        incoming: The mapped parcel.
+        values: The names and their values.
+        process_state: The record that came with the names.
+        sources: Source text and execution count by code file name.
+        memo: The loaded objects by their memo number.
+    """
+
+    incoming: IncomingBlocks
+    values: dict[str, Any]
+    process_state: Any
+    sources: dict[str, tuple[str, int | None]]
+    memo: dict[int, Any]
+
+
+def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -> ReceivedNamespace:
+    """Map and load a parcel; names are bound in ``main`` as they come, since later ones may run code that needs them.
+
+    Args:
+        fd: The parcel.
+        main: The namespace that the notebook's functions get as their globals.
+        before_names: Called with the process state before the first name is loaded (``sys.path`` must be right by then).
+    """
+    incoming = IncomingBlocks(fd)
+    buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]
+    unpickler = pickle.Unpickler(io.BytesIO(incoming.stream), buffers=buffers)
+    received = ReceivedNamespace(incoming, {}, None, {}, {})
+    with loading(Loading(incoming, main)):
+        for label, _ in incoming.manifest.records:
+            try:
+                _, value = unpickler.load()
+            except Exception as error:
+                error.add_note(f"while `{label}` of the notebook was loaded in the rank")
+                raise
+            if label == STATE_RECORD:
+                received.process_state = value
+                if before_names is not None:
+                    before_names(value)
+            elif label == SOURCES_RECORD:
+                received.sources = value
+            else:
+                received.values[label] = main[label] = value
+    received.memo = unpickler.memo.copy()
+    return received

@@ -1,0 +1,318 @@
+"""The pickler for both directions: cloudpickle, with memory taken out of the stream.
+
+What differs from cloudpickle:
+
+- tensors, storages and arrays become references to blocks, so that their bytes are copied once, views and
+  tied storages keep sharing, and gradients, hooks and attributes of tensors travel too;
+- a function of the notebook refers to the one shared namespace instead of carrying its globals; the global names it
+  uses are reported to ``on_function``;
+- what only looks picklable is refused (an open file, which cloudpickle would replace by its contents), and what
+  only looks unpicklable is let through (a DataLoader that was iterated with persistent workers).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as cloudpickle_internals
+
+from taas_magic.namespace import rebuild
+from taas_magic.namespace.blocks import OutgoingBlocks
+
+#: Finds the block of the receiver in which an address of this process lies: (number, offset from the owner's start).
+Locate = Callable[[int], "tuple[int, int] | None"]
+
+class MainGlobals:
+    """Stands for the shared namespace in a stream; there is one instance."""
+
+    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
+        return rebuild.main_globals, ()
+
+
+MAIN = MainGlobals()
+
+
+class Refused(TypeError):
+    """An object that has a pickle but must not travel; the text says why."""
+
+
+class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined, unused-ignore]
+    """Pickles values of one namespace.
+
+    Args:
+        file: Where the stream goes.
+        main: The namespace whose functions share their globals: ``shell.user_ns``, or ``__main__`` of a rank.
+        blocks: Collects the memory that stays out of the stream.
+        on_function: Called with every function that is pickled by value and has ``main`` as its globals.
+        locate: Where the receiver has some of this process's memory already; see :data:`Locate`.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        main: dict[str, Any],
+        blocks: OutgoingBlocks,
+        *,
+        on_function: Callable[[types.FunctionType], None] | None = None,
+        locate: Locate | None = None,
+    ) -> None:
+        self.out_of_band: list[int] = []
+        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        self._main = main
+        self._blocks = blocks
+        self._on_function = on_function
+        self._locate = locate
+        self._storages: dict[int, _Storage] = {}
+        self._reducers: dict[type, Callable[[Any], Any]] = {}
+
+    # -- dispatch ------------------------------------------------------------------------------------------------
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        reducer = self._reducers.get(kind)
+        if reducer is None:
+            reducer = self._reducers[kind] = self._choose_reducer(kind)
+        return reducer(obj)
+
+    def _choose_reducer(self, kind: type) -> Callable[[Any], Any]:
+        """Pick the reducer for a type once; instances then cost one dict lookup."""
+        if issubclass(kind, (type, types.FunctionType)):
+            return super().reducer_override  # type: ignore[no-any-return, unused-ignore]
+        if issubclass(kind, io.TextIOWrapper):
+            return self._reduce_file
+        if issubclass(kind, types.ModuleType):
+            return self._reduce_module
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None and issubclass(kind, numpy.ndarray):
+            return self._reduce_array if kind in (numpy.ndarray, numpy.memmap) else _default
+        if torch is not None:
+            special = self._choose_torch_reducer(kind, torch)
+            if special is not None:
+                return special
+        return self._reduce_stream if hasattr(kind, "write") and hasattr(kind, "flush") else _default
+
+    def _choose_torch_reducer(self, kind: type, torch: Any) -> Callable[[Any], Any] | None:
+        if issubclass(kind, torch.Tensor):
+            return self._reduce_tensor
+        if kind is torch.UntypedStorage:
+            return self._reduce_storage
+        if kind is torch.storage.TypedStorage:
+            return self._reduce_typed_storage
+        if kind is torch.Generator:
+            return _reduce_generator
+        optim = sys.modules.get("torch.optim")
+        if optim is not None and issubclass(kind, optim.Optimizer) and kind.__reduce_ex__ is object.__reduce_ex__:
+            return _reduce_optimizer
+        data = sys.modules.get("torch.utils.data")
+        if data is not None and issubclass(kind, data.DataLoader):
+            return _reduce_loader
+        return None
+
+    # -- functions and modules -----------------------------------------------------------------------------------
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        if func.__globals__ is not self._main:
+            return super()._dynamic_function_reduce(func)
+        if self._on_function is not None:
+            self._on_function(func)
+        code, _, name, defaults, closure = self._function_getnewargs(func)
+        state, slots = cloudpickle_internals._function_getstate(func)
+        slots["__globals__"] = {}
+        arguments = (code, MAIN, name, defaults, closure)
+        return (
+            cloudpickle_internals._make_function,
+            arguments,
+            (state, slots),
+            None,
+            None,
+            cloudpickle_internals._function_setstate,
+        )
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        if vars(module) is self._main:
+            return __import__, ("__main__",)
+        return NotImplemented
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def _reduce_stream(self, stream: Any) -> Any:
+        for name in ("stdout", "stderr"):
+            if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
+                return rebuild.stream_of_sys, (name,)
+        return NotImplemented
+
+    def _reduce_file(self, file: Any) -> Any:
+        reduced = self._reduce_stream(file)
+        if reduced is NotImplemented:
+            raise Refused(f"an open file ({getattr(file, 'name', '?')!r}) belongs to the process that opened it")
+        return reduced
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take an out-of-band buffer (pandas, Arrow, array subclasses) as a block; False tells pickle it is taken."""
+        import numpy as np
+
+        raw = buffer.raw()
+        address = int(np.frombuffer(raw, np.uint8).ctypes.data) if raw.nbytes else 0
+        number = self._blocks.enter(address, raw.nbytes, raw, writable=not raw.readonly)
+        self._blocks.blocks[number].use(0, raw.nbytes)
+        self.out_of_band.append(number)
+        return False
+
+    def _reference(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> tuple[int, int]:
+        """The block reference for an owner's memory, and what to add to offsets from its start."""
+        if self._locate is not None and nbytes:
+            located = self._locate(address)
+            if located is not None:
+                return -1 - located[0], located[1]
+        return self._blocks.enter(address, nbytes, owner, writable=writable), 0
+
+    def _use(self, reference: int, low: int, high: int) -> None:
+        if reference >= 0:
+            self._blocks.blocks[reference].use(low, high)
+
+    def _reduce_array(self, array: Any) -> Any:
+        if array.dtype.hasobject:
+            return NotImplemented
+        owner = _owner_of(array)
+        low, high = _reach(array.shape, array.strides, array.itemsize)
+        start = owner.ctypes.data
+        offset = array.ctypes.data - start if array.size else 0
+        if not (owner.flags.c_contiguous or owner.flags.f_contiguous) or not 0 <= offset + low <= owner.nbytes - high + low:
+            return NotImplemented
+        writable = bool(owner.flags.writeable)
+        reference, shift = self._reference(start, owner.nbytes, owner, writable=writable)
+        self._use(reference, offset + low, offset + high)
+        where = (reference, offset + shift, array.shape, array.strides)
+        return rebuild.array, (*where, array.dtype, bool(array.flags.writeable))
+
+    def _storage(self, storage: Any) -> _Storage:
+        """The entry for a storage: one for the same memory every time, so that the memo sees it as one."""
+        entry = self._storages.get(storage._cdata)
+        if entry is None:
+            on_cpu = storage if storage.device.type == "cpu" else storage.cpu()
+            nbytes = on_cpu.nbytes()
+            reference, shift = self._reference(on_cpu.data_ptr() if nbytes else 0, nbytes, on_cpu)
+            entry = self._storages[storage._cdata] = _Storage(storage, reference, shift)
+        return entry
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        entry = self._storage(storage)
+        self._use(entry.reference, 0, storage.nbytes())
+        return rebuild.identity, (entry,)
+
+    def _reduce_typed_storage(self, typed: Any) -> Any:
+        storage = typed._untyped_storage
+        entry = self._storage(storage)
+        self._use(entry.reference, 0, storage.nbytes())
+        return rebuild.typed_storage, (entry, typed.dtype)
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        import torch
+
+        kind = _tensor_kind(tensor, torch)
+        if kind is None:
+            return NotImplemented
+        state = _tensor_state(tensor)
+        tail = (state, None, None, rebuild.set_tensor_state) if state else ()
+        # The graph behind a non-leaf stays where it was built; a leaf that still claimed to need a gradient
+        # would let backward() run and reach nothing.
+        requires_grad = tensor.requires_grad and tensor.is_leaf
+        size, stride = tuple(tensor.shape), tensor.stride()
+        if tensor.device.type == "meta":
+            return rebuild.meta_tensor, (kind, tensor.dtype, size, stride, requires_grad), *tail
+        entry = self._storage(tensor.untyped_storage())
+        offset = tensor.storage_offset() * tensor.itemsize
+        if tensor.numel():
+            self._use(entry.reference, offset, offset + _reach(size, stride, 1)[1] * tensor.itemsize)
+        where = (entry.reference, entry, tensor.dtype, offset + entry.shift, size, stride)
+        return rebuild.tensor, (kind, *where, requires_grad), *tail
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage in the stream. It pickles as one over its block, whose hull the tensors that use it widen."""
+
+    storage: Any
+    reference: int
+    shift: int
+
+    def __reduce__(self) -> Any:
+        return rebuild.storage, (self.reference, self.storage.device.type)
+
+
+def _default(obj: Any) -> Any:
+    return NotImplemented
+
+
+def _owner_of(array: Any) -> Any:
+    """The array at the end of the chain of views: the one that owns the memory or got it from elsewhere."""
+    numpy = sys.modules["numpy"]
+    while isinstance(array.base, numpy.ndarray):
+        array = array.base
+    return array
+
+
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """The bytes (low, high) that an array reaches, relative to its first element; strides in units of ``itemsize``."""
+    if 0 in shape:
+        return 0, 0
+    low = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride < 0)
+    high = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride > 0)
+    return low, high + itemsize
+
+
+def _tensor_kind(tensor: Any, torch: Any) -> str | type | None:
+    """How to rebuild a tensor over its storage, or None where torch's own reduction has to do it."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.device.type not in ("cpu", "cuda", "meta") or tensor.is_nested:
+        return None
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return "tensor"
+    if kind is torch.nn.Parameter:
+        return "parameter"
+    own_reduction = kind.__reduce_ex__ not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+    if own_reduction or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    return kind
+
+
+def _tensor_state(tensor: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if tensor.is_leaf and tensor.grad is not None:
+        state["grad"] = tensor.grad
+    if tensor._backward_hooks:
+        state["hooks"] = tensor._backward_hooks
+    if tensor.__dict__:
+        state["attributes"] = tensor.__dict__
+    return state
+
+
+def _reduce_generator(generator: Any) -> Any:
+    return rebuild.generator, (generator.get_state(), generator.device.type)
+
+
+def _reduce_optimizer(optimizer: Any) -> Any:
+    """Keep what a scheduler did to ``step``: the optimizer's own pickle drops it, and the scheduler then warns."""
+    build, args, state, *_ = optimizer.__reduce_ex__(5)
+    is_wrapped = hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+    was_called = bool(getattr(optimizer, "_opt_called", False))
+    return build, args, (state, is_wrapped, was_called), None, None, rebuild.set_optimizer_state
+
+
+def _reduce_loader(loader: Any) -> Any:
+    if getattr(loader, "_iterator", None) is None:
+        return NotImplemented
+    build, args, *rest = loader.__reduce_ex__(5)
+    state = {name: value for name, value in (rest[0] or {}).items() if name != "_iterator"}
+    return rebuild.loader_without_iterator, (build, args, state)

@@ -1,0 +1,213 @@
+"""Process-wide state that a cell counts on: directory, environment, random states, numeric and logging settings.
+
+Captured in the kernel, applied in every rank before its names are loaded. Only random states come home. Libraries that the
+kernel has not imported are not imported for this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Variables of schedulers and launchers that a rank must not inherit: libraries would believe them (Lightning reads SLURM's).
+SCRUBBED_PREFIXES = (
+    "SLURM_", "SLURMD_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "MV2_", "I_MPI_", "HYDRA_", "MPI_", "ALPS_", "LSB_", "JSM_",
+    "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GROUP_", "ROLE_", "ACCELERATE_", "PET_", "FLUX_",
+)  # fmt: skip
+SCRUBBED_NAMES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+@dataclass
+class ProcessState:
+    """What a rank sets up before the cell's names are loaded."""
+
+    directory: str
+    sys_path: list[str]
+    environment: dict[str, str]
+    random_states: dict[str, Any]
+    torch_settings: dict[str, Any] = field(default_factory=dict)
+    numpy_print_options: dict[str, Any] | None = None
+    warning_filters: list[Any] = field(default_factory=list)
+    logger_levels: dict[str, int] = field(default_factory=dict)
+    #: (stream name, level, format, date format) of the root logger's plain stream handlers.
+    log_handlers: list[tuple[str, int, str | None, str | None]] = field(default_factory=list)
+    argv: list[str] = field(default_factory=list)
+
+
+def scrubbed(environment: dict[str, str]) -> dict[str, str]:
+    """The environment without what other launchers left in it."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in SCRUBBED_NAMES and not name.startswith(SCRUBBED_PREFIXES)
+    }
+
+
+def capture(environment: dict[str, str]) -> ProcessState:
+    """Capture this process's state; ``environment`` is what the ranks get (already scrubbed and completed)."""
+    return ProcessState(
+        directory=os.getcwd(),
+        sys_path=list(sys.path),
+        environment=environment,
+        random_states=capture_random(),
+        torch_settings=_capture_torch(),
+        numpy_print_options=_numpy_print_options(),
+        warning_filters=[entry for entry in warnings.filters if _is_by_name(entry)],
+        logger_levels=_logger_levels(),
+        log_handlers=_log_handlers(),
+        argv=list(sys.argv),
+    )
+
+
+def apply(state: ProcessState) -> None:
+    """Set this process up like the one that was captured, except for its environment (see :func:`set_environment`)."""
+    os.chdir(state.directory)
+    sys.path[:] = state.sys_path
+    sys.argv[:] = state.argv
+    warnings.filters[:] = state.warning_filters  # type: ignore[index]
+    warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
+    _apply_logging(state)
+    _apply_torch(state.torch_settings)
+    if state.numpy_print_options is not None:
+        import numpy as np
+
+        np.set_printoptions(**state.numpy_print_options)
+    apply_random(state.random_states)
+
+
+def set_environment(environment: dict[str, str]) -> None:
+    """Replace the whole environment; C code sees it too."""
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+# -- random states ---------------------------------------------------------------------------------------------------
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of ``random``, and of numpy and torch where they are imported."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and hasattr(numpy, "random"):
+        states["numpy"] = numpy.random.get_state()
+    else:
+        # Forked ranks would share the state that the zygote happened to have; a fresh seed is what a new process has.
+        states["numpy_seed"] = int.from_bytes(os.urandom(4), "little")
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        states["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def apply_random(states: dict[str, Any], *, only_imported: bool = False) -> None:
+    """Set the random states; ``only_imported`` leaves libraries alone that this process has not imported."""
+    random.setstate(states["random"])
+    if ("numpy" in states or "numpy_seed" in states) and ("numpy" in sys.modules or not only_imported):
+        import numpy as np
+
+        if "numpy" in states:
+            np.random.set_state(states["numpy"])
+        else:
+            np.random.seed(states["numpy_seed"])
+    if "torch" in states and ("torch" in sys.modules or not only_imported):
+        import torch
+
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available() and (torch.cuda.is_initialized() or not only_imported):
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+# -- settings of libraries -------------------------------------------------------------------------------------------
+
+
+def _capture_torch() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_dtype"):
+        return {}
+    printing = vars(torch._tensor_str.PRINT_OPTS)
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "grad_enabled": torch.is_grad_enabled(),
+        "print_options": {name: printing[name] for name in ("precision", "threshold", "edgeitems", "linewidth")},
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+    }
+
+
+def _apply_torch(settings: dict[str, Any]) -> None:
+    if not settings:
+        return
+    import torch
+
+    torch.set_default_dtype(settings["default_dtype"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
+    torch.set_float32_matmul_precision(settings["matmul_precision"])
+    torch.set_grad_enabled(settings["grad_enabled"])
+    torch.set_printoptions(**settings["print_options"])
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+
+
+def _numpy_print_options() -> dict[str, Any] | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "get_printoptions"):
+        return None
+    options: dict[str, Any] = numpy.get_printoptions()
+    return {name: value for name, value in options.items() if name not in ("formatter", "override_repr")}
+
+
+# -- warnings and logging --------------------------------------------------------------------------------------------
+
+
+def _is_by_name(entry: Any) -> bool:
+    """Whether a warning filter can be sent: its category must be importable."""
+    category = entry[2]
+    module = sys.modules.get(category.__module__)
+    return category.__module__ != "__main__" and getattr(module, category.__qualname__, None) is category
+
+
+def _logger_levels() -> dict[str, int]:
+    levels = {"": logging.root.level}
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and logger.level != logging.NOTSET:
+            levels[name] = logger.level
+    return levels
+
+
+def _log_handlers() -> list[tuple[str, int, str | None, str | None]]:
+    handlers = []
+    for handler in logging.root.handlers:
+        if type(handler) is not logging.StreamHandler:
+            continue
+        for name in ("stdout", "stderr"):
+            if handler.stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
+                formatter = handler.formatter
+                style = (formatter._fmt, formatter.datefmt) if formatter is not None else (None, None)
+                handlers.append((name, handler.level, *style))
+                break
+    return handlers
+
+
+def _apply_logging(state: ProcessState) -> None:
+    for name, level in state.logger_levels.items():
+        with contextlib.suppress(ValueError):
+            logging.getLogger(name or None).setLevel(level)
+    for stream, level, fmt, date_format in state.log_handlers:
+        handler = logging.StreamHandler(getattr(sys, stream))
+        handler.setLevel(level)
+        if fmt is not None:
+            handler.setFormatter(logging.Formatter(fmt, date_format))
+        logging.root.addHandler(handler)

@@ -1,0 +1,198 @@
+"""What the pickle streams of a parcel call when they are loaded.
+
+The pickles name these functions, so their signatures are part of the protocol between kernel and ranks. They find the
+memory they refer to in the :class:`Loading` that is active while a stream is read.
+
+A *block reference* is an int: ``n >= 0`` is block n of the parcel that is being read; ``-1 - k`` is block k of the
+parcel that the reader itself had sent before, so its own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, view_of_memory
+
+
+class Loading:
+    """The context in which a stream is read: its blocks, the reader's own blocks, and the global namespace."""
+
+    def __init__(
+        self, incoming: IncomingBlocks, main: dict[str, Any], own_blocks: list[OutgoingBlock] | None = None
+    ) -> None:
+        self.incoming = incoming
+        self.main = main
+        self.own_blocks = own_blocks or []
+        self._own_storages: dict[int, Any] = {}
+
+    def memory(self, reference: int) -> tuple[memoryview, int]:
+        """The bytes of a block and the offset, from its owner's start, of the first of them."""
+        if reference >= 0:
+            return self.incoming.view(reference), self.incoming.extent(reference).start
+        block = self.own_blocks[-1 - reference]
+        return view_of_memory(block.address, block.nbytes), 0
+
+    def storage(self, reference: int) -> Any:
+        """The untyped storage over a block; the reader's own storage where the block is its own."""
+        import torch
+
+        if reference >= 0:
+            view = self.incoming.view(reference)
+            return torch.frombuffer(view, dtype=torch.uint8).untyped_storage() if len(view) else torch.UntypedStorage(0)
+        storage = self._own_storages.get(reference)
+        if storage is None:
+            owner = self.own_blocks[-1 - reference].owner
+            if not isinstance(owner, torch.UntypedStorage):
+                owner = torch.frombuffer(self.memory(reference)[0], dtype=torch.uint8).untyped_storage()
+            storage = self._own_storages[reference] = owner
+        return storage
+
+
+_active: list[Loading] = []
+
+
+@contextlib.contextmanager
+def loading(context: Loading) -> Iterator[Loading]:
+    """Make ``context`` the one that the functions of this module use."""
+    _active.append(context)
+    try:
+        yield context
+    finally:
+        _active.pop()
+
+
+def main_globals() -> dict[str, Any]:
+    """The one namespace that the cell and the notebook's functions share."""
+    return _active[-1].main
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def stream_of_sys(name: str) -> Any:
+    """``sys.stdout`` or ``sys.stderr`` of the reading process."""
+    return getattr(sys, name)
+
+
+def array(
+    reference: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool
+) -> Any:
+    """A numpy array over a block, ``offset`` bytes from its owner's start to the first element."""
+    import numpy as np
+
+    memory, start = _active[-1].memory(reference)
+    result: Any = np.ndarray(shape, dtype, buffer=memory, offset=offset - start, strides=strides)
+    if not writeable:
+        result.flags.writeable = False
+    return result
+
+
+def storage(reference: int, device: str) -> Any:
+    """An untyped torch storage over a block, on ``device`` ("cpu" or "cuda") where this process has such."""
+    import torch
+
+    result = _active[-1].storage(reference)
+    if device == "cuda" and torch.cuda.is_available() and result.device.type == "cpu":
+        flat = torch.empty(0, dtype=torch.uint8).set_(result)
+        result = flat.to("cuda").untyped_storage()
+    return result
+
+
+def tensor(
+    kind: str | type,
+    reference: int,
+    storage: Any,
+    dtype: Any,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Any:
+    """A strided tensor over a storage.
+
+    ``kind`` is "tensor", "parameter", or a subclass; ``offset`` counts bytes from the owner's start.
+    """
+    import torch
+
+    start = _active[-1].incoming.extent(reference).start if reference >= 0 else 0
+    result = torch.empty(0, dtype=dtype, device=storage.device)
+    result.set_(storage, (offset - start) // dtype.itemsize, size, stride)
+    return _dress(kind, result, requires_grad)
+
+
+def meta_tensor(
+    kind: str | type, dtype: Any, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+) -> Any:
+    """A tensor on the meta device: shape without memory."""
+    import torch
+
+    return _dress(kind, torch.empty_strided(size, stride, dtype=dtype, device="meta"), requires_grad)
+
+
+def _dress(kind: str | type, plain: Any, requires_grad: bool) -> Any:
+    import torch
+
+    if kind == "parameter":
+        return torch.nn.Parameter(plain, requires_grad)
+    if kind == "tensor":
+        return plain.requires_grad_() if requires_grad else plain
+    return torch.Tensor._make_subclass(kind, plain, requires_grad)
+
+
+def set_tensor_state(tensor: Any, state: dict[str, Any]) -> None:
+    """Give a tensor its gradient, hooks and attributes."""
+    if "grad" in state:
+        tensor.grad = state["grad"]
+    if "hooks" in state:
+        tensor._backward_hooks = state["hooks"]
+    tensor.__dict__.update(state.get("attributes", {}))
+
+
+def set_optimizer_state(optimizer: Any, state: tuple[Any, bool, bool]) -> None:
+    """Restore an optimizer, with the wrapper around ``step`` by which schedulers see that it was called."""
+    pickled, is_wrapped, was_called = state
+    optimizer.__setstate__(pickled)
+    if was_called:
+        optimizer._opt_called = True
+    if is_wrapped:
+        step = type(optimizer).step
+
+        @functools.wraps(step)
+        def step_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._opt_called = True
+            return step(self, *args, **kwargs)
+
+        step_and_note._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = types.MethodType(step_and_note, optimizer)
+
+
+def typed_storage(untyped: Any, dtype: Any) -> Any:
+    """The typed wrapper in which torch's own reducers (sparse, quantised) hand on a storage."""
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def generator(state: Any, device: str) -> Any:
+    """A ``torch.Generator`` in the state of the one that was sent."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("a CUDA random generator cannot be rebuilt in a process without CUDA")
+    result = torch.Generator(device=device)
+    result.set_state(state)
+    return result
+
+
+def loader_without_iterator(rebuild: Callable[..., Any], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """A DataLoader as it was before its first iteration: its worker processes belong to the sender."""
+    result = rebuild(*args)
+    result.__dict__.update(state)
+    result.__dict__["_iterator"] = None
+    return result
