@@ -1,0 +1,1 @@
+"""The extension: pragmas, magics, and what they show."""

@@ -1,0 +1,141 @@
+"""From what a run reported to the exception that the cell raises."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from taas_magic.errors import RankDiedError, RankFailedError, RunnerLostError, RunTimeoutError
+from taas_magic.units import format_seconds
+from taas_magic.wire import Death, FailureReport, RunEnded
+
+
+class RankTracebackError(Exception):
+    """The cause of an exception that came from a rank: its text is the traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def exception_of(ended: RunEnded, num_ranks: int, timeout_s: float | None) -> BaseException | None:
+    """The exception with which the cell fails; None where the run went well."""
+    if ended.outcome == "ok":
+        return None
+    others = list(_describe_others(ended))
+    if ended.outcome == "timeout":
+        error: BaseException = RunTimeoutError.of(
+            f"the run took longer than --timeout allows ({format_seconds(timeout_s or 0)}) and was stopped",
+            do="give it more time, or none of that flag",
+        )
+        return _with_rendering(error, lambda: [_stb_line(error), *_traceback_of(ended.failure), *others])
+    if ended.outcome == "interrupted":
+        return _interrupt(ended, others)
+    if ended.death is not None:
+        return _died(ended.death, num_ranks, others, ended.tail)
+    if ended.failure is not None:
+        return _failed(ended.failure, num_ranks, others, ended.tail)
+    return RunnerLostError.of(f"the run could not go on: {ended.detail}", do="run the cell again")
+
+
+def _failed(report: FailureReport, num_ranks: int, others: list[str], tail: str) -> BaseException:
+    error = _rebuild(report)
+    where = f"[rank {report.rank}]" if num_ranks > 1 else ""
+    if where:
+        error.add_note(f"{where} raised this; the other ranks were stopped" if num_ranks > 1 else where)
+    error.__cause__ = RankTracebackError(report.plain_traceback)
+    head = [f"{where} of {num_ranks} failed:"] if where else []
+    quoted = _quote_tail(report.rank, tail)
+    return _with_rendering(error, lambda: [*head, *report.traceback, *quoted, *others])
+
+
+def _rebuild(report: FailureReport) -> BaseException:
+    """The rank's own exception; one that stands for it where this process cannot rebuild it."""
+    if report.pickled:
+        try:
+            error = pickle.loads(report.pickled)  # noqa: S301 - from a rank of our own run
+        except Exception:
+            error = None
+        if isinstance(error, BaseException):
+            return error
+    stand_in = RankFailedError(f"{report.type_name}: {report.message}")
+    stand_in.rank, stand_in.type_name = report.rank, report.type_name
+    return stand_in
+
+
+def _interrupt(ended: RunEnded, others: list[str]) -> BaseException:
+    error = KeyboardInterrupt()
+    interrupted = [ended.failure, *ended.other_failures]
+    report = next((r for r in interrupted if r is not None and r.rank == 0), ended.failure)
+    if report is None:
+        return _with_rendering(error, lambda: ["KeyboardInterrupt: the run was stopped"])
+    return _with_rendering(error, lambda: [*report.traceback])
+
+
+def _died(death: Death, num_ranks: int, others: list[str], tail: str) -> RankDiedError:
+    how = describe_exit(death.exit_code)
+    error = RankDiedError.of(
+        f"rank {death.rank} of {num_ranks} {how} before it had finished the cell",
+        expected=f"likely cause: {death.hint}" if death.hint else "",
+        do=f"`%taas logs --rank {death.rank}` shows all it wrote",
+    )
+    error.args = (str(error).replace("expected: likely", "likely"),)
+    error.rank, error.exit_code = death.rank, death.exit_code
+    quoted = _quote_tail(death.rank, tail)
+    return _with_rendering(error, lambda: [_stb_line(error), *quoted, *others])
+
+
+def describe_exit(exit_code: int) -> str:
+    """ "was killed by SIGSEGV", "exited with code 3"."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def _describe_others(ended: RunEnded) -> Iterable[str]:
+    """One line for each different failure among the other ranks."""
+    main = ended.failure
+    groups: dict[tuple[str, str], list[int]] = {}
+    for report in ended.other_failures:
+        if not report.is_interrupt:
+            groups.setdefault((report.type_name, report.message), []).append(report.rank)
+    for (type_name, message), ranks in groups.items():
+        first_line = message.splitlines()[0] if message else ""
+        is_same = main is not None and (type_name, message) == (main.type_name, main.message)
+        what = "the same error" if is_same else f"{type_name}: {first_line}"
+        yield f"{_ranks(ranks)}: {what}"
+    for death in ended.other_deaths:
+        yield f"rank {death.rank} {describe_exit(death.exit_code)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    return "ranks " + ", ".join(map(str, ordered))
+
+
+def _traceback_of(report: FailureReport | None) -> list[str]:
+    return [] if report is None else [f"[rank {report.rank}] was here:", *report.traceback]
+
+
+def _quote_tail(rank: int, tail: str) -> list[str]:
+    if not tail:
+        return []
+    return [f"the last lines of rank {rank}:", *(f"  [rank {rank}] {line}" for line in tail.splitlines())]
+
+
+def _stb_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _with_rendering(error: Any, lines: Callable[[], list[str]]) -> Any:
+    """Let IPython show the rank's traceback in place of the frames of this package."""
+    error._render_traceback_ = lines
+    return error

@@ -1,0 +1,206 @@
+"""A run as the kernel sees it: submit, show what comes, bring home what rank 0 made."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from taas_magic.client.interrupts import Interrupts, counted_interrupts
+from taas_magic.client.runner_process import RunnerProcess
+from taas_magic.errors import RunnerLostError, TaasError
+from taas_magic.namespace.home import Homecoming, HomeLoadError, load_homecoming
+from taas_magic.namespace.pack import PackedNamespace
+from taas_magic.namespace.process_state import apply_random
+from taas_magic.wire import (
+    CellTask,
+    Denied,
+    Display,
+    HomeArrived,
+    HomeRefused,
+    HomeTaken,
+    InputReply,
+    InputRequest,
+    Interrupt,
+    MemoryFile,
+    Output,
+    OutputTaken,
+    RunEnded,
+    RunStarted,
+    Submit,
+)
+
+_POLL_S = 0.1
+_UNANSWERED_KILL_S = 3.0
+_MAX_HOME_ATTEMPTS = 50
+
+
+class View(Protocol):
+    """What shows a run to the user; implemented by the notebook."""
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """Show a piece of a rank's "stdout" or "stderr"."""
+
+    def display(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        """Show something rich; ``kind`` as in :class:`taas_magic.wire.Display`."""
+
+    def notice(self, text: str) -> None:
+        """Show a line of our own."""
+
+    def ask(self, prompt: str, *, password: bool) -> str | None:
+        """Ask the user for a line; None where nobody can be asked."""
+
+
+@dataclass
+class RunRequest:
+    """What to run: the task, the packed namespace and how to stop."""
+
+    task: CellTask
+    packed: PackedNamespace
+    show: list[int] | None
+    grace_s: float
+    timeout_s: float | None
+
+
+@dataclass
+class RunOutcome:
+    """How a run ended, and what came home from it.
+
+    Attributes:
+        ended: The runner's last word.
+        has_result: Whether the value of the last expression came home.
+        result: That value.
+        not_home: (expression, reason) of what stayed on rank 0.
+        unwrapped: Names of DDP wrappers that came home as the module inside.
+    """
+
+    ended: RunEnded
+    has_result: bool = False
+    result: Any = None
+    not_home: list[tuple[str, str]] = field(default_factory=list)
+    unwrapped: list[str] = field(default_factory=list)
+
+
+class ActiveRun:
+    """Drives one run to its end. Use :meth:`drive` once."""
+
+    def __init__(self, runner: RunnerProcess, request: RunRequest, main: dict[str, Any], view: View) -> None:
+        self._runner = runner
+        self._request = request
+        self._main = main
+        self._view = view
+        self._id = request.task.run_id
+        self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+        self._home = Homecoming()
+        self._refused: list[tuple[str, str]] = []
+        self._outcome: RunOutcome | None = None
+        self._arrived: HomeArrived | None = None
+        self._sent_interrupts = 0
+        self._last_interrupt_at = 0.0
+
+    def drive(self) -> RunOutcome:
+        """Submit and follow the run.
+
+        Raises:
+            RunnerLostError: if the runner ends first.
+            TaasError: if the runner refuses the run.
+        """
+        request = self._request
+        parcel = request.packed.parcel
+        memory = MemoryFile(os.getpid(), parcel.fd, parcel.size_bytes)
+        with counted_interrupts() as interrupts:
+            self._runner.send(Submit(request.task, memory, request.show, request.grace_s, request.timeout_s))
+            try:
+                while self._outcome is None:
+                    for message in self._runner.receive(_POLL_S):
+                        self._take(message)
+                    self._pass_on(interrupts)
+            finally:
+                parcel.close()
+        return self._outcome
+
+    # -- interrupts ----------------------------------------------------------------------------------------------
+
+    def _pass_on(self, interrupts: Interrupts) -> None:
+        now = time.monotonic()
+        if interrupts.count > self._sent_interrupts:
+            self._sent_interrupts = interrupts.count
+            self._last_interrupt_at = now
+            level = min(3, interrupts.count)
+            if level == 2:
+                self._view.notice("stopping harder: terminating the ranks (once more kills them)")
+            self._runner.send(Interrupt(self._id, level))
+        elif self._sent_interrupts >= 3 and now - self._last_interrupt_at > _UNANSWERED_KILL_S:
+            self._runner.kill()
+            raise RunnerLostError.of(
+                "the runner did not answer three interrupts and was killed, its ranks with it; "
+                "what the cell changed did not come home",
+                do="run the cell again: it starts a new runner",
+            )
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Denied):
+            raise TaasError.of(f"the runner refused the run: {message.reason}", do="`%taas restart` starts a new one")
+        if getattr(message, "run_id", self._id) != self._id:
+            return
+        if isinstance(message, Output):
+            self._view.write(message.rank, message.kind, self._decode(message))
+            self._runner.send(OutputTaken(self._id, len(message.data)))
+        elif isinstance(message, Display):
+            self._view.display(message.rank, message.kind, json.loads(message.content))
+            self._runner.send(OutputTaken(self._id, len(message.content)))
+        elif isinstance(message, InputRequest):
+            text = self._view.ask(message.prompt, password=message.password)
+            self._runner.send(InputReply(self._id, message.rank, text))
+        elif isinstance(message, HomeArrived):
+            self._bring_home(message)
+        elif isinstance(message, RunEnded):
+            self._finish(message)
+        elif isinstance(message, RunStarted):
+            pass
+
+    def _decode(self, message: Output) -> str:
+        key = message.rank, message.kind
+        decoder = self._decoders.get(key)
+        if decoder is None:
+            decoder = self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(message.data)
+
+    def _bring_home(self, message: HomeArrived) -> None:
+        """Load and apply; where a record cannot be loaded here, have rank 0 pack the rest again."""
+        fd = message.parcel.open()
+        try:
+            self._home = load_homecoming(fd, self._request.packed, self._main)
+        except HomeLoadError as error:
+            if len(self._refused) >= _MAX_HOME_ATTEMPTS:
+                raise
+            self._refused.append((error.label, error.reason))
+            self._runner.send(HomeRefused(self._id, [label for label, _ in self._refused]))
+            return
+        finally:
+            os.close(fd)
+        self._arrived = message
+        problems = self._home.apply(self._request.packed, self._main)
+        self._refused += [("", problem) for problem in problems]
+        if "random" in self._home.extra:
+            with contextlib.suppress(Exception):
+                apply_random(self._home.extra["random"], only_imported=True)
+        self._runner.send(HomeTaken(self._id))
+
+    def _finish(self, ended: RunEnded) -> None:
+        outcome = RunOutcome(ended)
+        if "result" in self._home.extra:
+            outcome.has_result, outcome.result = True, self._home.extra["result"]
+        if self._arrived is not None:
+            outcome.not_home += self._arrived.not_home
+            outcome.unwrapped += self._arrived.unwrapped
+        for label, reason in self._refused:
+            kind, _, name = label.partition(" ")
+            outcome.not_home.append((name if kind == "bind" else label or reason, reason))
+        self._outcome = outcome

@@ -1,0 +1,149 @@
+"""The kernel's side of taas: keeps a runner at hand and runs cells on it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from taas_magic.client.run import ActiveRun, RunOutcome, RunRequest, View
+from taas_magic.client.runner_process import RunnerProcess
+from taas_magic.errors import PlacementError, RunnerLostError, TaasError
+from taas_magic.pragma import Pragma
+from taas_magic.settings import Settings
+from taas_magic.wire import Denied, LogPiece, ReadLog, ReadStatus, Ready, Status
+
+_WARM_UP_S = 300.0
+_ANSWER_S = 10.0
+_SAY_SOMETHING_AFTER_S = 0.7
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run goes: how many ranks, and whether they rehearse on CPU for want of GPUs."""
+
+    num_ranks: int
+    rehearse: bool
+
+
+class Session:
+    """One notebook's connection to its local runner; a lost runner is replaced at the next run."""
+
+    def __init__(self) -> None:
+        self._runner: RunnerProcess | None = None
+
+    # -- the runner ----------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Start the runner in the background, unless one is there. Costs a process start and no waiting."""
+        if self._runner is None or not self._runner.is_alive:
+            self._runner = RunnerProcess()
+
+    def ready_runner(self, view: View) -> tuple[RunnerProcess, Ready]:
+        """The connected runner with a warm zygote; waits for it, and says so where that takes long.
+
+        Raises:
+            RunnerLostError: if the runner cannot be started.
+            VersionMismatchError: if versions differ.
+        """
+        self.warm_up()
+        runner = self._runner
+        assert runner is not None
+        try:
+            runner.connect()
+            self._await_zygote(runner, view)
+        except RunnerLostError:
+            self.close()
+            raise
+        assert runner.ready is not None
+        return runner, runner.ready
+
+    def _await_zygote(self, runner: RunnerProcess, view: View) -> None:
+        started = time.monotonic()
+        has_said = False
+        while runner.ready is None:
+            for message in runner.receive(0.05):
+                if isinstance(message, Denied):
+                    raise RunnerLostError.of(message.reason, do="fix what it says, then run the cell again")
+            waited = time.monotonic() - started
+            if waited > _SAY_SOMETHING_AFTER_S and not has_said and runner.ready is None:
+                has_said = True
+                view.notice("warming up: importing torch once, for all runs of this notebook ...")
+            if waited > _WARM_UP_S:
+                raise RunnerLostError.of(f"the zygote did not get warm within {_WARM_UP_S:.0f} s\n{runner.log_tail()}")
+
+    def close(self) -> None:
+        """End the runner and everything it started."""
+        if self._runner is not None:
+            self._runner.stop()
+            self._runner = None
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+
+    def run(self, request: RunRequest, main: dict[str, Any], view: View, runner: RunnerProcess) -> RunOutcome:
+        """Run a request to its end; see :class:`ActiveRun`."""
+        return ActiveRun(runner, request, main, view).drive()
+
+    # -- questions -----------------------------------------------------------------------------------------------
+
+    def status(self) -> Status | None:
+        """What the runner is doing; None where there is none."""
+        runner = self._runner
+        if runner is None or not runner.is_alive:
+            return None
+        runner.connect()
+        runner.send(ReadStatus())
+        answer: Status = runner.wait_for((Status,), _ANSWER_S)
+        return answer
+
+    def read_log(self, rank: int, run_id: str = "") -> Iterator[tuple[str, bytes]]:
+        """Yield the pieces ("stdout" or "stderr", bytes) that a rank wrote in a kept run; "" is the latest.
+
+        Raises:
+            TaasError: if no such run or rank is kept.
+        """
+        runner = self._runner
+        if runner is None or not runner.is_alive:
+            raise TaasError.of("there is no runner, and so no log", do="run a cell with a pragma first")
+        runner.connect()
+        runner.send(ReadLog(run_id, rank))
+        while True:
+            piece = runner.wait_for((LogPiece, Denied), _ANSWER_S)
+            if isinstance(piece, Denied):
+                raise TaasError.of(piece.reason)
+            if piece.last:
+                return
+            yield piece.kind, piece.data
+
+
+def place_locally(pragma: Pragma, num_gpus: int, settings: Settings) -> Place:
+    """Decide where the ranks of a run go on this machine.
+
+    Raises:
+        PlacementError: if it cannot hold them.
+    """
+    wanted = pragma.gpus
+    if num_gpus == 0:
+        if wanted > settings.local.max_ranks:
+            raise PlacementError.of(
+                f"--gpus {wanted}: this machine has no GPU, and rehearses at most {settings.local.max_ranks} ranks on CPU",
+                do=f"ask for fewer, or raise `max_ranks` in table [local] of taas.toml",
+            )
+        return Place(wanted, rehearse=True)
+    if wanted > num_gpus:
+        raise PlacementError.of(
+            f"--gpus {wanted}, and this machine has {num_gpus}",
+            expected=f"--gpus 1 to {num_gpus}",
+            do=f"write `#pragma taas --gpus {num_gpus}`; to rehearse on CPU, set CUDA_VISIBLE_DEVICES='' before %load_ext",
+        )
+    return Place(wanted, rehearse=False)
+
+
+def new_run_id() -> str:
+    """A short id that no other run of this notebook has."""
+    return f"{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
+
+
+__all__ = ["Place", "Session", "new_run_id", "place_locally"]

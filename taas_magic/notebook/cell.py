@@ -1,0 +1,179 @@
+"""Runs one pragma cell: from its text to what the notebook holds afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from taas_magic.client.failures import exception_of
+from taas_magic.client.run import RunOutcome, RunRequest
+from taas_magic.client.session import Place, Session, new_run_id, place_locally
+from taas_magic.envfile import read_env_file
+from taas_magic.errors import CannotTravelError, PragmaError
+from taas_magic.namespace import process_state
+from taas_magic.namespace.names import CellNames, names_of_cell
+from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
+from taas_magic.notebook.view import NotebookView
+from taas_magic.pragma import ParsedCell, Pragma
+from taas_magic.settings import Settings, load_settings
+from taas_magic.units import plural
+from taas_magic.wire import CellTask
+
+#: IPython's own names; they travel only where the user has bound them to something else.
+_SHELL_NAMES = ("In", "Out", "exit", "quit", "get_ipython", "open", "_ih", "_oh", "_dh", "_i", "_ii", "_iii")
+
+
+def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, transform: Callable[[str], str]) -> None:
+    """Run a parsed cell on ranks and bring home what rank 0 made.
+
+    Args:
+        shell: The notebook's shell.
+        session: The connection to the runner.
+        parsed: The pragma and the code.
+        transform: ``shell.transform_cell`` without our own transformation.
+
+    Raises:
+        TaasError: if the run cannot be started, or its processes are lost.
+        BaseException: whatever the cell raised.
+    """
+    pragma = parsed.pragma
+    _refuse_unsupported(pragma)
+    settings = load_settings(Path.cwd(), os.environ)
+    environment = _environment(pragma)
+    session.warm_up()
+    names = names_of_cell(parsed.code, transform)
+    # Packed before the zygote is waited for: what cannot travel is said at once.
+    packed = _pack(shell, names, pragma, environment)
+    view = NotebookView(shell)
+    try:
+        runner, ready = session.ready_runner(view)
+        place = place_locally(pragma, ready.num_gpus, settings)
+        request = _request(shell, parsed, packed, place, settings, environment)
+        _announce(view, place)
+        outcome = session.run(request, shell.user_ns, view, runner)
+    finally:
+        packed.parcel.close()
+    _conclude(view, outcome, pragma)
+
+
+def _refuse_unsupported(pragma: Pragma) -> None:
+    if pragma.cpus is not None or pragma.units is not None:
+        flag = "--cpus" if pragma.cpus is not None else "--units"
+        raise PragmaError.of(
+            f"{flag}: this release has no data delivery yet, so no machine would prepare the data",
+            expected="a pragma without --cpus and --units",
+            do=f"leave {flag} out; the DataLoader then works in the ranks, as it is",
+        )
+
+
+def _environment(pragma: Pragma) -> dict[str, str]:
+    environment = process_state.scrubbed(dict(os.environ))
+    if pragma.env_file is not None:
+        environment.update(read_env_file(Path(pragma.env_file).expanduser(), environment))
+    # The ranks of one machine need no interface that others can reach.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _pack(shell: InteractiveShell, names: CellNames, pragma: Pragma, environment: dict[str, str]) -> PackedNamespace:
+    missing = [name for name in pragma.with_names if name not in shell.user_ns]
+    if missing:
+        raise CannotTravelError.of(
+            f"--with {','.join(missing)}: the notebook has no such name",
+            do="define it in an earlier cell, or leave it out",
+        )
+    selection = Selection(tuple(dict.fromkeys((*names.needed, *pragma.with_names))), names.maybe)
+    numbers = getattr(shell.compile, "_filename_map", {})
+    return pack_namespace(
+        shell.user_ns,
+        selection,
+        process_state=process_state.capture(environment),
+        hidden=_hidden(shell),
+        cell_numbers=numbers,
+    )
+
+
+def _hidden(shell: InteractiveShell) -> dict[str, Any]:
+    hidden = dict(shell.user_ns_hidden)
+    for name in _SHELL_NAMES:
+        if name in shell.user_ns:
+            hidden.setdefault(name, shell.user_ns[name])
+    return hidden
+
+
+def _request(
+    shell: InteractiveShell,
+    parsed: ParsedCell,
+    packed: PackedNamespace,
+    place: Place,
+    settings: Settings,
+    environment: dict[str, str],
+) -> RunRequest:
+    pragma = parsed.pragma
+    sent = {item.name for item in packed.items}
+    others = [name for name in shell.user_ns if name not in sent and not name.startswith("_")]
+    task = CellTask(
+        run_id=new_run_id(),
+        source=parsed.code,
+        execution_count=shell.execution_count,
+        num_ranks=place.num_ranks,
+        project=str(settings.project.directory),
+        writable=[str(path) for path in settings.project.writable],
+        writes=pragma.writes,
+        environment=environment,
+        other_names=others,
+        ignored_names=list(_SHELL_NAMES),
+        left_out=packed.left_out,
+        colors=str(shell.colors),
+        traceback_mode=str(getattr(shell.InteractiveTB, "mode", "Context")),
+        rehearse=place.rehearse,
+    )
+    show = None if pragma.show == "all" else sorted(pragma.show)
+    return RunRequest(task, packed, show, settings.stop.grace_s, pragma.timeout_s)
+
+
+def _announce(view: NotebookView, place: Place) -> None:
+    if place.rehearse:
+        view.notice(
+            f"no GPU here: rehearsing {plural(place.num_ranks, 'rank')} on CPU; 'nccl' is answered by 'gloo'"
+        )
+
+
+def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma) -> None:
+    if outcome.has_result:
+        view.keep_result(outcome.result)
+    for notice in _notices(outcome):
+        view.notice(notice)
+    error = exception_of(outcome.ended, pragma.gpus, pragma.timeout_s)
+    if error is not None:
+        raise error
+
+
+def _notices(outcome: RunOutcome) -> list[str]:
+    notices = []
+    if outcome.unwrapped:
+        names = ", ".join(f"`{name}`" for name in outcome.unwrapped)
+        notices.append(f"{names} came home as the module inside (a DDP wrapper needs its process group)")
+    if outcome.not_home:
+        lines = [f"  {path}: {reason}" for path, reason in outcome.not_home]
+        notices.append("\n".join(["stayed on rank 0, the notebook keeps what it had:", *lines]))
+    if not outcome.ended.home:
+        reason = outcome.ended.detail or "rank 0 could not be reached"
+        notices.append(f"nothing came home, the notebook is as it was before the cell: {reason}")
+    for what, path, ranks in _left_out(outcome):
+        notices.append(f"{what}({path!r}) was left out on {ranks}: rank 0 writes it (--writes all lets every rank)")
+    return notices
+
+
+def _left_out(outcome: RunOutcome) -> list[tuple[str, str, str]]:
+    groups: dict[tuple[str, str], set[int]] = {}
+    for entry in outcome.ended.left_out:
+        groups.setdefault((entry.what, entry.path), set()).add(entry.rank)
+    return [
+        (what, path, plural(len(ranks), "rank") if len(ranks) > 1 else f"rank {min(ranks)}")
+        for (what, path), ranks in groups.items()
+    ]

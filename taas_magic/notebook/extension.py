@@ -1,0 +1,185 @@
+"""Loading and unloading: the input transformation that finds pragmas, the magics, the session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from taas_magic.client.session import Session
+from taas_magic.errors import PragmaError
+from taas_magic.notebook.cell import run_cell
+from taas_magic.notebook.magics import make_magics
+from taas_magic.pragma import ParsedCell, parse_cell, parse_magic_cell
+
+#: The cell magic that a cell with a pragma becomes; not for users, whose magic is ``%%taas``.
+_PRAGMA_MAGIC = "taas_pragma_cell"
+
+
+class Extension:
+    """taas in one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
+        self.session = Session()
+        self._is_transforming = True
+        self._replaced_magics: dict[tuple[str, str], Any] = {}
+
+    def install(self) -> None:
+        """Hook into the shell and start the runner in the background."""
+        self.shell.input_transformers_cleanup.insert(0, self.transform)
+        line, cell = make_magics(self)
+        for kind, name, function in (
+            ("line", "taas", line),
+            ("cell", "taas", cell),
+            ("cell", _PRAGMA_MAGIC, self.run_pragma_cell),
+        ):
+            table = self.shell.magics_manager.magics[kind]
+            self._replaced_magics[kind, name] = table.get(name)
+            self.shell.register_magic_function(function, kind, name)
+        self.session.warm_up()
+
+    def remove(self) -> None:
+        """Undo :meth:`install` and end the runner."""
+        with contextlib.suppress(ValueError):
+            self.shell.input_transformers_cleanup.remove(self.transform)
+        for (kind, name), previous in self._replaced_magics.items():
+            table = self.shell.magics_manager.magics[kind]
+            if previous is None:
+                table.pop(name, None)
+            else:
+                table[name] = previous
+        self.session.close()
+
+    # -- cells ---------------------------------------------------------------------------------------------------
+
+    def transform(self, lines: list[str]) -> list[str]:
+        """Turn a cell that has a pragma into a call of our magic; the text stays untouched inside.
+
+        Errors are not raised here: IPython would show them with its own frames. The magic raises them.
+        """
+        if not self._is_transforming:
+            return lines
+        source = "".join(lines)
+        try:
+            if parse_cell(source) is None:
+                return lines
+        except PragmaError:
+            pass
+        return [f"get_ipython().run_cell_magic({_PRAGMA_MAGIC!r}, '', {source!r})\n"]
+
+    def run_pragma_cell(self, line: str, cell: str) -> None:
+        """Run a cell whose head is a pragma."""
+        with self.errors_without_frames():
+            parsed = parse_cell(cell)
+            if parsed is not None:
+                self._run(parsed)
+
+    def run_magic_cell(self, line: str, cell: str) -> None:
+        """Run the body of ``%%taas``."""
+        with self.errors_without_frames():
+            self._run(parse_magic_cell(line, cell))
+
+    def _run(self, parsed: ParsedCell) -> None:
+        run_cell(self.shell, self.session, parsed, self._plain_transform)
+
+    def _plain_transform(self, source: str) -> str:
+        """IPython's transformation without ours, for the text that ranks will run."""
+        self._is_transforming = False
+        try:
+            return self.shell.transform_cell(source)
+        finally:
+            self._is_transforming = True
+
+    @contextlib.contextmanager
+    def errors_without_frames(self) -> Iterator[None]:
+        """Show our own errors as their text: the frames of this package help nobody."""
+        from taas_magic.errors import TaasError
+
+        try:
+            yield
+        except TaasError as error:
+            if not hasattr(error, "_render_traceback_"):
+                text = f"{type(error).__name__}: {error}"
+                error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
+            raise
+
+    # -- the cell that loads us ----------------------------------------------------------------------------------
+
+    def take_over_current_cell(self) -> None:
+        """Handle a pragma in the very cell that says ``%load_ext taas_magic``.
+
+        IPython has transformed that cell before we were there, and would run the rest of it in the kernel. It runs
+        statement by statement; so the next one is replaced by the whole cell's run, and those after it are passed over.
+        """
+        source = self._current_source()
+        if source is None:
+            return
+        try:
+            if parse_cell(source) is None:
+                return
+        except PragmaError:
+            pass
+        _RestOfCell(self, source).install()
+
+    def _current_source(self) -> str | None:
+        history = self.shell.history_manager
+        if history is None or len(history.input_hist_raw) <= self.shell.execution_count:
+            return None
+        source: str = history.input_hist_raw[self.shell.execution_count]
+        return source if "load_ext" in source else None
+
+
+class _RestOfCell:
+    """Stands in for ``shell.run_code`` until the current cell is over."""
+
+    def __init__(self, extension: Extension, source: str) -> None:
+        self._extension = extension
+        self._source = source
+        self._has_run = False
+        self._failed = False
+
+    def install(self) -> None:
+        shell = self._extension.shell
+        self._run_code = shell.run_code
+        # The statement that loads us is running inside run_code; what comes next goes through the replacement.
+        shell.run_code = self.run_code  # type: ignore[method-assign]
+        shell.events.register("post_run_cell", self.restore)
+
+    def restore(self, *_: Any) -> None:
+        shell = self._extension.shell
+        with contextlib.suppress(AttributeError):
+            del shell.run_code
+        with contextlib.suppress(ValueError):
+            shell.events.unregister("post_run_cell", self.restore)
+
+    async def run_code(self, code_obj: CodeType, result: Any = None, *, async_: bool = False) -> bool:
+        if self._has_run:
+            return self._failed
+        self._has_run = True
+        call = f"get_ipython().run_cell_magic({_PRAGMA_MAGIC!r}, '', {self._source!r})\n"
+        code = compile(call, "<taas>", "exec")
+        self._failed = await self._run_code(code, result, async_=False)
+        return self._failed
+
+
+_extensions: dict[int, Extension] = {}
+
+
+def load(shell: InteractiveShell) -> None:
+    """Load taas into a shell; loading again does nothing."""
+    if id(shell) not in _extensions:
+        extension = Extension(shell)
+        extension.install()
+        _extensions[id(shell)] = extension
+        extension.take_over_current_cell()
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Unload taas from a shell."""
+    extension = _extensions.pop(id(shell), None)
+    if extension is not None:
+        extension.remove()

@@ -1,0 +1,106 @@
+"""Shows a run in the cell's output, as if the kernel had produced it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+
+class NotebookView:
+    """Implements :class:`taas_magic.client.run.View` on an IPython shell.
+
+    Rank 0's output is shown as it is; other ranks' lines carry their rank.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        #: (rank, stream) that wrote last, and whether it left its line unfinished.
+        self._last: tuple[int, str] = (0, "stdout")
+        self._is_mid_line = False
+        self._starts_line: dict[tuple[int, str], bool] = {}
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """See the protocol."""
+        if not text:
+            return
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        if rank != self._last[0] and self._is_mid_line:
+            # Otherwise two ranks would share a line, and a progress bar would be continued by somebody else.
+            (sys.stdout if self._last[1] == "stdout" else sys.stderr).write("\n")
+        self._last = (rank, stream)
+        self._is_mid_line = not text.endswith("\n")
+        target.write(text if rank == 0 else self._marked(rank, stream, text))
+        target.flush()
+
+    def _marked(self, rank: int, stream: str, text: str) -> str:
+        """The text with its rank at the start of each line; a carriage return starts one too."""
+        mark = f"[rank {rank}] "
+        key = (rank, stream)
+        parts = []
+        starts_line = self._starts_line.get(key, True)
+        for line in text.splitlines(keepends=True):
+            body = line.lstrip("\r")
+            parts.append(line[: len(line) - len(body)])
+            if body:
+                parts.append(mark + body if starts_line or len(body) < len(line) else body)
+            starts_line = line.endswith(("\n", "\r"))
+        self._starts_line[key] = starts_line
+        return "".join(parts)
+
+    def display(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        """See the protocol."""
+        if kind == "clear":
+            self._shell.display_pub.clear_output(wait=content["wait"])
+        elif kind == "result" and rank == 0:
+            self._show_result(content["data"], content["metadata"])
+        else:
+            if rank != 0:
+                self.write(rank, "stdout", f"shows a {_kind_of(content['data'])}:\n")
+            self._shell.display_pub.publish(
+                data=content["data"],
+                metadata=content["metadata"],
+                transient=content.get("transient") or {},
+                update=kind == "update",
+            )
+
+    def _show_result(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Show the last expression's value as the cell's own; its formats were made where the value was."""
+        hook = self._shell.displayhook
+        hook.start_displayhook()
+        hook.write_output_prompt()
+        hook.write_format_data(data, metadata)
+        hook.finish_displayhook()
+
+    def keep_result(self, value: Any) -> None:
+        """Make a value the notebook's ``_``."""
+        with contextlib.suppress(Exception):
+            self._shell.displayhook.update_user_ns(value)
+
+    def notice(self, text: str) -> None:
+        """See the protocol."""
+        lines = "\n".join(f"taas: {line}" if index == 0 else f"      {line}" for index, line in enumerate(text.splitlines()))
+        self.write(0, "stderr", ("\n" if self._is_mid_line else "") + lines + "\n")
+
+    def ask(self, prompt: str, *, password: bool) -> str | None:
+        """See the protocol."""
+        kernel = getattr(self._shell, "kernel", None)
+        ask: Callable[[str], str]
+        if kernel is not None:
+            ask = kernel.getpass if password else kernel.raw_input
+        else:
+            import getpass
+
+            ask = getpass.getpass if password else input
+        try:
+            return ask(prompt)
+        except Exception:
+            return None
+
+
+def _kind_of(data: dict[str, Any]) -> str:
+    rich = [kind for kind in data if kind != "text/plain"]
+    return rich[0] if rich else "text/plain"

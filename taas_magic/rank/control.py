@@ -1,0 +1,169 @@
+"""A rank's side of its control socket: a thread that obeys the runner while the cell runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from taas_magic.namespace.process_state import capture_random
+from taas_magic.namespace.track import Tracker
+from taas_magic.wire import (
+    AbortCollectives,
+    Channel,
+    ChannelClosedError,
+    Exit,
+    HomeFailed,
+    InputLine,
+    Message,
+    PackAgain,
+    RankHome,
+    RankInput,
+    Rescue,
+    ToRank,
+)
+
+
+class Control:
+    """The control socket of a rank.
+
+    Attributes:
+        home: What packs rank 0's changes; None in other ranks, and before the namespace is loaded.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._channel: Channel[ToRank] = Channel(sock, ToRank)
+        self._exit = threading.Event()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._interrupt_reached_python = False
+        self.home: Homebringer | None = None
+        #: Whether this rank may close connections to free its peers and itself; rank 0 may not, it has work to save.
+        self.may_close_connections = False
+        self.cell_is_over = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._obey, name="taas-control", daemon=True).start()
+
+    def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+        """Send to the runner; without a runner there is nothing left to do here."""
+        try:
+            self._channel.send(message, descriptors)
+        except ChannelClosedError:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ask(self, request: RankInput) -> str:
+        """Ask the user for a line.
+
+        Raises:
+            EOFError: where the front end has nobody to ask.
+        """
+        self.send(request)
+        line = self._lines.get()
+        if line is None:
+            raise EOFError("input() has nobody to ask: only rank 0 of a notebook run can, and only with a front end")
+        return line
+
+    def on_interrupt(self, signum: int, frame: Any) -> None:
+        """The signal handler for SIGINT: as Python's own, and notes that Python code has seen it."""
+        self._interrupt_reached_python = True
+        raise KeyboardInterrupt
+
+    def await_exit(self) -> None:
+        """Wait until the runner has everything of this rank."""
+        self._exit.wait()
+
+    def _obey(self) -> None:
+        while True:
+            try:
+                message, _ = self._channel.receive()
+            except ChannelClosedError:
+                # The runner has gone. The run zygote ends this process; do not wait for it.
+                os.kill(os.getpid(), signal.SIGKILL)
+                return
+            try:
+                self._carry_out(message)
+            except Exception:
+                traceback.print_exc()
+
+    def _carry_out(self, message: ToRank) -> None:
+        if isinstance(message, Exit):
+            self._exit.set()
+        elif isinstance(message, InputLine):
+            self._lines.put(message.text)
+        elif isinstance(message, AbortCollectives):
+            # Where Python has seen the interrupt and the cell goes on, the cell is cleaning up; leave it alone.
+            if self.cell_is_over or not self._interrupt_reached_python:
+                abort_collectives(close_connections=self.may_close_connections)
+        elif isinstance(message, Rescue):
+            if self.home is None:
+                self.send(HomeFailed("the notebook's names had not been loaded yet"))
+            else:
+                self.home.pack_once()
+        elif isinstance(message, PackAgain) and self.home is not None:
+            self.home.pack(message.exclude)
+
+
+def abort_collectives(*, close_connections: bool) -> None:
+    """Break off the collective in which the main thread waits.
+
+    NCCL's communicators can be aborted. Gloo's cannot (in torch 2.13 ``abort`` returns and the wait goes on), but it gives up
+    when a connection ends, and so do the peers.
+    """
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is not None and distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            distributed._abort_process_group()
+    if close_connections:
+        _shut_connections()
+
+
+def _shut_connections() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+class Homebringer:
+    """Packs rank 0's changes and sends them to the runner: once, whichever thread comes first."""
+
+    def __init__(self, control: Control, tracker: Tracker, extra: Callable[[], dict[str, Any]]) -> None:
+        self._control = control
+        self._tracker = tracker
+        self._extra = extra
+        self._lock = threading.Lock()
+        self._is_packed = False
+
+    def pack_once(self) -> None:
+        """Pack and send, unless that has been done."""
+        with self._lock:
+            if self._is_packed:
+                return
+            self._is_packed = True
+            self._pack(())
+
+    def pack(self, exclude: list[str]) -> None:
+        """Pack and send again, without some records."""
+        with self._lock:
+            self._pack(exclude)
+
+    def _pack(self, exclude: list[str] | tuple[str, ...]) -> None:
+        try:
+            packed = self._tracker.pack_changes({**self._extra(), "random": capture_random()}, exclude)
+        except Exception as error:
+            self._control.send(HomeFailed(f"{type(error).__name__}: {error}"))
+            return
+        not_home = [(item.path, item.reason) for item in packed.not_home]
+        message = RankHome(packed.parcel.size_bytes, not_home, packed.unwrapped)
+        self._control.send(message, (packed.parcel.fd,))
+        packed.parcel.close()

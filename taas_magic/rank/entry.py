@@ -1,0 +1,206 @@
+"""A rank's life, from the fork to its exit: set up, load, run the cell, report, bring home, end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+import taas._place
+from taas_magic.namespace import process_state
+from taas_magic.namespace.pack import ReceivedNamespace, load_namespace
+from taas_magic.namespace.track import Tracker
+from taas_magic.rank import landlock, output, rehearse, shell
+from taas_magic.rank.control import Control, Homebringer
+from taas_magic.rank.failure import Explain, missing_name_hint, report_failure
+from taas_magic.rank.writes import WriteGuard
+from taas_magic.wire import (
+    CellFailed,
+    CellFinished,
+    CellStarted,
+    CellTask,
+    HomeFailed,
+    LeftOut,
+    RankDisplay,
+    RankInput,
+    Spawn,
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a rank inherits from the run zygote.
+
+    Attributes:
+        task: The cell and how to run it.
+        spawn: Its rank, and torchrun's environment for it.
+        parcel_fd: The namespace.
+        ruleset_fd: Landlock's rules for ranks other than 0; -1 where there are none.
+        writable: What those rules leave open in the project.
+    """
+
+    task: CellTask
+    spawn: Spawn
+    parcel_fd: int
+    ruleset_fd: int
+    writable: list[Path]
+
+
+def run_rank(given: Given, stdout_fd: int, stderr_fd: int, control: socket.socket) -> None:
+    """Run a rank in this freshly forked process. Never returns: the process ends with 0 if the cell did its work."""
+    output.redirect(stdout_fd, stderr_fd)
+    succeeded = _Rank(given).run(control)
+    _end(0 if succeeded else 1)
+
+
+class _Rank:
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._task = given.task
+        self._spawn = given.spawn
+        self._main: dict[str, Any] = sys.modules["__main__"].__dict__
+        self._shell: Any = shell.RankShell.instance()
+        self._guard: WriteGuard | None = None
+        self._explanations: list[Explain] = [missing_name_hint(self._task.other_names, self._task.left_out)]
+
+    def run(self, control_socket: socket.socket) -> bool:
+        self._set_identity()
+        self._guard_writes()
+        self._rehearse()
+        control = Control(control_socket)
+        signal.signal(signal.SIGINT, control.on_interrupt)
+        shell.configure(
+            self._shell,
+            colors=self._task.colors,
+            traceback_mode=self._task.traceback_mode,
+            send_display=lambda kind, content: control.send(RankDisplay(kind, content)),
+            ask=lambda prompt, password: control.ask(RankInput(prompt, password)),
+        )
+        control.may_close_connections = self._spawn.rank != 0
+        control.start()
+        try:
+            self._load(control)
+            error = self._run_cell(control)
+        except BaseException as failure:
+            # Loading failed, or an interrupt came between: nothing of the cell has run.
+            error = failure
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        control.cell_is_over = True
+        self._flush()
+        self._report(control, error)
+        if control.home is not None:
+            control.home.pack_once()
+        elif self._spawn.rank == 0:
+            control.send(HomeFailed("the notebook's names could not be loaded in rank 0"))
+        control.await_exit()
+        return error is None
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def _set_identity(self) -> None:
+        rank, local_rank = self._spawn.rank, self._spawn.local_rank
+        world_size = int(self._spawn.environment["WORLD_SIZE"])
+        setproctitle.setproctitle(f"taas: rank {rank}")
+        taas._place.current = taas._place.Place(rank, world_size, local_rank)
+        environment = {**self._task.environment, **self._spawn.environment}
+        threads = max(1, (os.cpu_count() or 1) // int(self._spawn.environment["LOCAL_WORLD_SIZE"]))
+        threads = int(environment.setdefault("OMP_NUM_THREADS", str(threads)) or threads)
+        process_state.set_environment(environment)
+        if rank != 0:
+            own_temporary = Path(self._task.run_dir) / f"rank-{rank}"
+            own_temporary.mkdir(exist_ok=True)
+            os.environ["TMPDIR"] = str(own_temporary)
+        tempfile.tempdir = None
+        import torch
+
+        torch.set_num_threads(threads)
+        if torch.cuda.is_available():
+            # `cuda` alone means this rank's GPU from the moment that CUDA is initialised, and no sooner.
+            torch.cuda._lazy_call(lambda: torch.cuda.set_device(local_rank))
+
+    def _guard_writes(self) -> None:
+        """Take the right to write in the project, while this process still has one thread (Landlock works by thread)."""
+        if self._spawn.rank == 0 or self._task.writes == "all":
+            return
+        is_enforced = self._given.ruleset_fd >= 0
+        if is_enforced:
+            landlock.restrict(self._given.ruleset_fd)
+        self._guard = WriteGuard(writable=self._given.writable)
+        self._guard.install(self._spawn.rank, Path(self._task.project), enforced=is_enforced)
+        self._explanations.append(self._guard.explain)
+
+    def _rehearse(self) -> None:
+        if self._task.rehearse:
+            rehearse.install()
+            self._explanations.append(rehearse.explain)
+
+    def _load(self, control: Control) -> None:
+        own_names = set(self._main)
+        received = load_namespace(self._given.parcel_fd, self._main, before_names=process_state.apply)
+        os.close(self._given.parcel_fd)
+        shell.add_sources(self._shell, received.sources)
+        if self._spawn.rank == 0:
+            control.home = Homebringer(control, self._tracker(received, own_names), self._last_value)
+
+    def _tracker(self, received: ReceivedNamespace, own_names: set[str]) -> Tracker:
+        return Tracker(received, self._main, own_names.union(self._task.ignored_names))
+
+    def _last_value(self) -> dict[str, Any]:
+        hook = self._shell.displayhook
+        return {"result": hook.result} if hook.has_result else {}
+
+    # -- the cell ------------------------------------------------------------------------------------------------
+
+    def _run_cell(self, control: Control) -> BaseException | None:
+        control.send(CellStarted())
+        self._shell.current_source = self._task.source
+        result = self._shell.run_source(self._task.source, self._task.execution_count)
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
+
+    def _report(self, control: Control, error: BaseException | None) -> None:
+        left_out = self._left_out()
+        if error is None:
+            control.send(CellFinished(left_out))
+            return
+        report = report_failure(self._spawn.rank, error, self._shell.structured_traceback, self._explanations)
+        control.send(CellFailed(report, left_out))
+
+    def _left_out(self) -> list[LeftOut]:
+        if self._guard is None:
+            return []
+        return [
+            LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()
+        ]
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+
+def _end(status: int) -> None:
+    """End the process as the interpreter would, without taking its memory apart first."""
+    for step in _last_steps():
+        with contextlib.suppress(BaseException):
+            step()
+    os._exit(status)
+
+
+def _last_steps() -> list[Callable[[], Any]]:
+    import torch.distributed as dist
+
+    steps: list[Callable[[], Any]] = []
+    if dist.is_available() and dist.is_initialized():
+        steps.append(dist.destroy_process_group)
+    return [*steps, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush]

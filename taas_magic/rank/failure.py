@@ -1,0 +1,93 @@
+"""Turns an exception that ended a rank's cell into what the kernel can show and raise."""
+
+from __future__ import annotations
+
+import io
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+
+from taas_magic.wire import FailureReport
+
+#: Looks at an exception and returns what a user should know about it, or None.
+Explain = Callable[[BaseException], "str | None"]
+
+
+def report_failure(
+    rank: int,
+    error: BaseException,
+    structured: Callable[[BaseException], list[str]],
+    explanations: Iterable[Explain] = (),
+) -> FailureReport:
+    """Describe ``error``; the notes that ``explanations`` find become part of it."""
+    at = time.monotonic()
+    for explain in explanations:
+        note = _quietly(explain, error)
+        if note:
+            error.add_note(note)
+    try:
+        lines = structured(error)
+    except Exception:
+        lines = traceback.format_exception(error)
+    kind = type(error)
+    return FailureReport(
+        rank=rank,
+        at_s=at,
+        type_name=kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}",
+        message=_message(error),
+        traceback=lines,
+        plain_traceback="".join(traceback.format_exception(error)),
+        pickled=_pickle_exception(error),
+        is_interrupt=isinstance(error, KeyboardInterrupt),
+    )
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__name__} whose text could not be made>"
+
+
+def _quietly(explain: Explain, error: BaseException) -> str | None:
+    try:
+        return explain(error)
+    except Exception:
+        return None
+
+
+def _pickle_exception(error: BaseException) -> bytes:
+    """The exception alone: without its traceback and causes, which the text has."""
+    import cloudpickle
+
+    stream = io.BytesIO()
+    try:
+        cloudpickle.Pickler(stream, protocol=5).dump(error)
+    except Exception:
+        return b""
+    return stream.getvalue() if stream.tell() < _MAX_PICKLE_BYTES else b""
+
+
+_MAX_PICKLE_BYTES = 16 * 2**20
+
+
+def missing_name_hint(other_names: Iterable[str], left_out: Mapping[str, str]) -> Explain:
+    """Explain a NameError, or a KeyError of ``globals()``, for a name that the notebook has and that stayed there."""
+    names = frozenset(other_names)
+
+    def explain(error: BaseException) -> str | None:
+        name = error.name if isinstance(error, NameError) else None
+        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+            name = error.args[0]
+        if name is None:
+            return None
+        if name in left_out:
+            return f"`{name}` is in the notebook but cannot be sent to the ranks: {left_out[name]}"
+        if name not in names:
+            return None
+        return (
+            f"`{name}` is in the notebook, but the cell's text does not show that the cell uses it, so it was not sent\n"
+            f"to do: add `--with {name}` to the pragma, or name `{name}` in the cell"
+        )
+
+    return explain

@@ -1,0 +1,72 @@
+"""What the zygotes and ranks ask of the operating system about processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_DEADLINE_S = 3.0
+
+
+def count_threads() -> int:
+    """Threads of this process, including those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of every descendant whose own parent ends (prctl(2))."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have this process killed when its parent's thread that forked it ends; ends at once if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the direct children of a process; empty once it has gone."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                children += map(int, file.read().split())
+    return children
+
+
+def kill_descendants() -> None:
+    """Kill all that descends from this process, which must be a subreaper for those that lost their parent.
+
+    A killed process's children become children of this one, so the tree is gone when no child is left.
+    """
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while time.monotonic() < deadline:
+        children = children_of(os.getpid())
+        if not children and not reap():
+            return
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+def reap() -> list[tuple[int, int]]:
+    """Collect the children that have ended: (pid, exit code as ``subprocess`` has it)."""
+    ended = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, os.waitstatus_to_exitcode(status)))

@@ -1,0 +1,220 @@
+"""The run zygote: parent of one run's agent and ranks, subreaper of everything they start.
+
+It has one thread and only waits: for orders of the runner (signals, the end), for orders of the agent (fork a rank), and for children
+that end. When the runner goes, so does all that descends from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import setproctitle
+
+from taas_magic.rank import processes
+from taas_magic.wire import (
+    AgentExited,
+    CellTask,
+    Channel,
+    ChannelClosedError,
+    EndRun,
+    FromAgent,
+    Message,
+    RankDescriptors,
+    RankExited,
+    RankForked,
+    RunOver,
+    RunTask,
+    SignalRanks,
+    Spawn,
+    StopRanks,
+    ToRunZygote,
+)
+
+
+def serve(run_id: str, control: socket.socket) -> None:
+    """Serve one run; returns when it is over and no process of it is left."""
+    setproctitle.setproctitle(f"taas: run {run_id}")
+    processes.become_subreaper()
+    zygote = _RunZygote(Channel(control, ToRunZygote))
+    try:
+        zygote.loop()
+    finally:
+        processes.kill_descendants()
+        with contextlib.suppress(ChannelClosedError):
+            zygote.runner.send(RunOver())
+
+
+@dataclass
+class _RunZygote:
+    runner: Channel[ToRunZygote]
+    agent: Channel[FromAgent] | None = None
+    agent_pid: int = 0
+    task: RunTask | None = None
+    parcel_fd: int = -1
+    ruleset_fd: int = -1
+    writable: list[Path] = field(default_factory=list)
+    #: stdout, stderr and control socket of each rank.
+    descriptors: dict[int, list[int]] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    ended: bool = False
+
+    def loop(self) -> None:
+        wake_reader, wake_writer = os.pipe()
+        for fd in (wake_reader, wake_writer):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wake = (wake_reader, wake_writer)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.runner.fileno(), selectors.EVENT_READ, self._hear_runner)
+        self._selector.register(wake_reader, selectors.EVENT_READ, self._hear_children)
+        while not self.ended:
+            for key, _ in self._selector.select():
+                key.data()
+
+    # -- the runner ----------------------------------------------------------------------------------------------
+
+    def _hear_runner(self) -> None:
+        try:
+            for message, descriptors in self.runner.receive_available():
+                self._obey(message, descriptors)
+        except ChannelClosedError:
+            self.ended = True
+
+    def _obey(self, message: ToRunZygote, descriptors: list[int]) -> None:
+        if isinstance(message, RankDescriptors):
+            self.descriptors[message.rank] = descriptors
+        elif isinstance(message, RunTask):
+            self.task, self.parcel_fd = message, descriptors[0]
+            self._fork_agent(message)
+        elif isinstance(message, SignalRanks):
+            for rank in message.ranks:
+                if rank in self.pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pids[rank], message.signal)
+        elif isinstance(message, EndRun):
+            self.ended = True
+
+    # -- the agent -----------------------------------------------------------------------------------------------
+
+    def _fork_agent(self, task: RunTask) -> None:
+        ours, theirs = Channel.pair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._in_child(parent, lambda: self._run_agent(task, theirs))
+        theirs.close()
+        self.agent_pid = pid
+        self.agent = Channel(ours, FromAgent)
+        self._selector.register(self.agent.fileno(), selectors.EVENT_READ, self._hear_agent)
+        # Built while the agent starts: the rules are the same for all ranks, which inherit the descriptor.
+        self.writable = _writable(task.task)
+        self.ruleset_fd = _build_ruleset(task.task, self.writable)
+
+    def _run_agent(self, task: RunTask, sock: socket.socket) -> None:
+        from taas_magic.rank.agent import run_agent
+
+        self.runner.close()
+        for fds in self.descriptors.values():
+            for fd in fds:
+                os.close(fd)
+        run_agent(task, sock)
+
+    def _hear_agent(self) -> None:
+        assert self.agent is not None
+        try:
+            for message, _ in self.agent.receive_available():
+                if isinstance(message, Spawn):
+                    self._fork_rank(message)
+                elif isinstance(message, StopRanks):
+                    for pid in self.pids.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+        except ChannelClosedError:
+            self._selector.unregister(self.agent.fileno())
+
+    def _fork_rank(self, spawn: Spawn) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._in_child(parent, lambda: self._run_rank(spawn))
+        self.pids[spawn.rank] = pid
+        self._tell(RankForked(spawn.rank, pid))
+
+    def _run_rank(self, spawn: Spawn) -> None:
+        from taas_magic.rank import entry
+
+        assert self.task is not None
+        stdout, stderr, control = self.descriptors.pop(spawn.rank)
+        for fds in self.descriptors.values():
+            for fd in fds:
+                os.close(fd)
+        self.runner.close()
+        if self.agent is not None:
+            self.agent.close()
+        given = entry.Given(self.task.task, spawn, self.parcel_fd, self.ruleset_fd, self.writable)
+        entry.run_rank(given, stdout, stderr, socket.socket(fileno=control))
+
+    def _in_child(self, parent: int, body: object) -> None:
+        """Run a forked child to its end; never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in self._wake:
+                os.close(fd)
+            self._selector.close()
+            processes.die_with_parent(parent)
+            body()  # type: ignore[operator]
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    # -- children ------------------------------------------------------------------------------------------------
+
+    def _hear_children(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake[0], 4096):
+                pass
+        for pid, exit_code in processes.reap():
+            if pid == self.agent_pid:
+                self.runner.send(AgentExited(exit_code))
+                continue
+            rank = next((rank for rank, its_pid in self.pids.items() if its_pid == pid), None)
+            if rank is not None:
+                del self.pids[rank]
+                self._tell(RankExited(rank, exit_code))
+
+    def _tell(self, message: Message) -> None:
+        for channel in (self.runner, self.agent):
+            if channel is not None:
+                with contextlib.suppress(ChannelClosedError, OSError):
+                    channel.send(message)
+
+
+def _writable(task: CellTask) -> list[Path]:
+    """What every rank may write, wherever the project is."""
+    from taas_magic.rank.writes import default_writable
+
+    environment = {**task.environment, "TMPDIR": task.run_dir}
+    home = Path(environment.get("HOME") or Path.home())
+    return [*default_writable(environment, home), *map(Path, task.writable), Path(task.run_dir)]
+
+
+def _build_ruleset(task: CellTask, writable: list[Path]) -> int:
+    """The Landlock rules of the ranks that may not write in the project; -1 where there are none to enforce."""
+    from taas_magic.rank import landlock
+
+    if task.writes == "all" or task.num_ranks == 1 or landlock.abi_version() == 0:
+        return -1
+    return landlock.build_ruleset(Path(task.project), writable)

@@ -1,0 +1,159 @@
+"""The IPython shell in which a rank runs the cell: magics, ``await``, ``display`` and figures work as in a kernel.
+
+It is made once, in the zygote, and inherited by every rank. Its namespace is ``__main__``. It never marks the interpreter as
+interactive (``sys.ps1``): Lightning and others refuse to train in interactive processes, which ranks are not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+#: Sends something to display to the runner: kind ("display", "update", "clear", "result") and JSON content.
+SendDisplay = Callable[[str, bytes], None]
+#: Asks the user for a line: prompt, whether it is a password.
+AskUser = Callable[[str, bool], str]
+
+
+class RankShell(InteractiveShell):
+    """An interactive shell without a terminal, a history or a front end of its own."""
+
+    display_pub_class = Type("taas_magic.rank.shell.RankDisplayPublisher")
+    displayhook_class = Type("taas_magic.rank.shell.RankDisplayHook")
+
+    send_display: SendDisplay
+    ask_user: AskUser
+
+    def init_prompts(self) -> None:
+        """Leave ``sys.ps1`` alone, unlike the base class."""
+
+    def init_history(self) -> None:
+        """Keep no history, and so start no thread that saves one."""
+        super().init_history()
+        self.history_manager.enabled = False  # type: ignore[union-attr]
+
+    def init_io(self) -> None:
+        """Ranks write to their own descriptors."""
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Show nothing: the kernel shows the failure of the run, once."""
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        """Show nothing; see :meth:`showtraceback`."""
+
+    def run_source(self, source: str, execution_count: int) -> ExecutionResult:
+        """Run a cell; tracebacks call it by the number it has in the notebook."""
+        self.execution_count = execution_count
+        return self.run_cell(source, store_history=False, silent=False)
+
+    def structured_traceback(self, error: BaseException) -> list[str]:
+        """Format an exception as a notebook shows it, starting in the cell's own code."""
+        tb_offset = 0 if isinstance(error, SyntaxError) else 1
+        kind = type(error)
+        if isinstance(error, SyntaxError):
+            lines: list[str] = self.SyntaxTB.structured_traceback(kind, error, [])
+        else:
+            lines = self.InteractiveTB.structured_traceback(kind, error, error.__traceback__, tb_offset=tb_offset)
+        return lines
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Sends what is displayed to the runner."""
+
+    def publish(self, data: Any, metadata: Any = None, source: Any = None, **options: Any) -> None:
+        """See the base class; ``transient`` and ``update`` are honoured."""
+        content = {"data": data, "metadata": metadata or {}, "transient": options.get("transient") or {}}
+        _send(self.shell, "update" if options.get("update") else "display", content)
+
+    def clear_output(self, wait: bool = False) -> None:
+        """See the base class."""
+        _send(self.shell, "clear", {"wait": wait})
+
+
+class RankDisplayHook(DisplayHook):
+    """Keeps the value of the last expression and sends its representation."""
+
+    result: Any = None
+    has_result = False
+
+    def quiet(self) -> bool:
+        """Whether the cell ended with a semicolon; the base class would look in the history."""
+        return self.semicolon_at_end_of_expression(self.shell.current_source)
+
+    def __call__(self, result: Any = None) -> None:
+        """Take the value of the last expression."""
+        if result is None:
+            return
+        self.result, self.has_result = result, True
+        if self.quiet():
+            return
+        data, metadata = self.compute_format_data(result)
+        if data:
+            _send(self.shell, "result", {"data": data, "metadata": metadata})
+
+
+def _send(shell: Any, kind: str, content: dict[str, Any]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    shell.send_display(kind, json.dumps(content, default=_jsonable).encode())
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        import base64
+
+        return base64.b64encode(value).decode("ascii")
+    return repr(value)
+
+
+def prepare_shell() -> RankShell:
+    """Make the shell, and ``__main__`` with it."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    excepthook, display = sys.excepthook, sys.displayhook
+    config = Config({"HistoryManager": {"enabled": False, "hist_file": ":memory:"}})
+    shell = RankShell.instance(config=config, user_module=main, user_ns=main.__dict__)
+    shell.current_source = ""
+    sys.modules["__main__"] = main
+    sys.excepthook, sys.displayhook = excepthook, display
+    for name in ("ps1", "ps2", "ps3"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    return shell
+
+
+def configure(shell: RankShell, *, colors: str, traceback_mode: str, send_display: SendDisplay, ask: AskUser) -> None:
+    """Give the inherited shell what this rank needs."""
+    shell.send_display = send_display
+    shell.current_source = ""
+    with contextlib.suppress(Exception):
+        shell.colors = colors
+    with contextlib.suppress(Exception):
+        shell.InteractiveTB.set_mode(mode=traceback_mode)
+    builtins.input = lambda prompt="": ask(str(prompt), False)
+    import getpass
+
+    getpass.getpass = lambda prompt="Password: ", stream=None: ask(str(prompt), True)
+
+
+def add_sources(shell: RankShell, sources: dict[str, tuple[str, int | None]]) -> None:
+    """Let tracebacks and ``inspect.getsource`` find the text of the notebook's earlier cells."""
+    import linecache
+
+    for name, (text, number) in sources.items():
+        # No modification time: linecache then never looks for the file.
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        if number is not None:
+            shell.compile._filename_map[name] = number

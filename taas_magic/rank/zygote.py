@@ -1,0 +1,102 @@
+"""The zygote: one thread, torch imported, CUDA untouched. It forks a run zygote for every run.
+
+Started by the runner as ``python -m taas_magic.rank.zygote FD``, where FD is its end of a socket pair.
+
+Forking is only safe from a process with one thread: a lock that another thread holds at the fork stays locked in the child
+for ever. OpenBLAS starts threads at import unless told not to (the runner sets ``OPENBLAS_NUM_THREADS``); whatever else
+does is refused at start, so that it is noticed here and not in a hung rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+
+import setproctitle
+
+from taas_magic.rank import processes
+from taas_magic.wire import Channel, ChannelClosedError, StartRun, ToZygote, Warm
+
+
+def main() -> None:
+    started = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle.setproctitle("taas: zygote")
+    processes.become_subreaper()
+    channel: Channel[ToZygote] = Channel(socket.socket(fileno=int(sys.argv[1])), ToZygote)
+    os.set_inheritable(channel.fileno(), False)
+    _import_what_ranks_use()
+    num_gpus = _count_gpus()
+    num_threads = processes.count_threads()
+    if num_threads != 1:
+        raise RuntimeError(f"the zygote has {num_threads} threads after its imports; forking from it would not be safe")
+    # Objects that exist now are never collected in ranks: a collection would write into every shared page.
+    gc.collect()
+    gc.freeze()
+    channel.send(Warm(num_gpus=num_gpus, seconds=time.monotonic() - started))
+    _serve(channel)
+
+
+def _import_what_ranks_use() -> None:
+    import torch  # noqa: F401 - imported here so that no rank has to
+    import torch.distributed  # noqa: F401
+    import torch.nn.parallel  # noqa: F401
+    import torch.optim.lr_scheduler  # noqa: F401
+    import torch.utils.data  # noqa: F401
+
+    import taas  # noqa: F401
+    from taas_magic.rank import agent, entry, run_zygote  # noqa: F401
+    from taas_magic.rank.shell import prepare_shell
+
+    prepare_shell()
+
+
+def _count_gpus() -> int:
+    """Count CUDA devices in a fork: asking may initialise CUDA, after which nothing could be forked."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        import torch
+
+        os.write(writer, b"%d" % torch.cuda.device_count())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return int(answer or b"0")
+
+
+def _serve(channel: Channel[ToZygote]) -> None:
+    while True:
+        try:
+            message, descriptors = channel.receive()
+        except ChannelClosedError:
+            processes.kill_descendants()
+            return
+        processes.reap()
+        assert isinstance(message, StartRun)
+        _fork_run_zygote(channel, message.run_id, descriptors[0])
+
+
+def _fork_run_zygote(channel: Channel[ToZygote], run_id: str, control_fd: int) -> None:
+    from taas_magic.rank import run_zygote
+
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            channel.close()
+            run_zygote.serve(run_id, socket.socket(fileno=control_fd))
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(control_fd)
+
+
+if __name__ == "__main__":
+    main()

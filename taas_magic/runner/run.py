@@ -1,0 +1,322 @@
+"""One run in the runner: the shell around :class:`RunState` that does its input and output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from taas_magic.runner.hints import death_hint, oom_kills
+from taas_magic.runner.output_log import OutputLog
+from taas_magic.runner.run_state import (
+    Abort,
+    AnnounceStarted,
+    Conclude,
+    Instruction,
+    Release,
+    RescueHome,
+    RunState,
+    Signal,
+    choose_cause,
+)
+from taas_magic.runner.zygote_link import RankLink, RunLink
+from taas_magic.wire import (
+    AbortCollectives,
+    AgentExited,
+    CellFailed,
+    CellFinished,
+    CellStarted,
+    Channel,
+    ChannelClosedError,
+    Display,
+    EndRun,
+    Exit,
+    HomeArrived,
+    HomeFailed,
+    HomeTaken,
+    InputLine,
+    InputReply,
+    InputRequest,
+    Interrupt,
+    HomeRefused,
+    MemoryFile,
+    Message,
+    Output,
+    OutputTaken,
+    PackAgain,
+    RankDisplay,
+    RankExited,
+    RankForked,
+    RankHome,
+    RankInput,
+    Rescue,
+    RunEnded,
+    RunOver,
+    RunStarted,
+    SignalRanks,
+    Submit,
+)
+
+#: Output that the kernel may have waiting, unseen.
+_WINDOW_BYTES = 1024 * 1024
+_READ_BYTES = 256 * 1024
+_READS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something to poll: a descriptor and what to do when it can be read."""
+
+    fd: int
+    ready: Callable[[], None]
+
+
+class Run:
+    """A run, from its submission to its last message.
+
+    Args:
+        submit: What was asked for.
+        link: The pipes and sockets of its processes.
+        directory: The run's own directory; removed at the end.
+        send: Sends a message to the kernel that submitted it.
+        tail_lines: How many lines of a failed rank's output to quote.
+    """
+
+    def __init__(
+        self, submit: Submit, link: RunLink, directory: Path, send: Callable[[Message], None], tail_lines: int = 20
+    ) -> None:
+        self.id = submit.task.run_id
+        self.num_ranks = submit.task.num_ranks
+        self.state = RunState(self.num_ranks, submit.grace_s, time.monotonic(), submit.timeout_s)
+        self.log = OutputLog(directory.parent)
+        self.pids = [0] * self.num_ranks
+        #: No process of the run is left.
+        self.over = False
+        #: The kernel has been sent the end of the run, and all output before it.
+        self.is_told = False
+        self._link = link
+        self._directory = directory
+        self._send = send
+        self._shown = None if submit.show is None else frozenset(submit.show)
+        self._cursor = 0
+        self._unseen_bytes = 0
+        self._ended: RunEnded | None = None
+        self._parcel_fd = -1
+        self._oom_kills = oom_kills()
+        self._tail_lines = tail_lines
+
+    # -- what to poll --------------------------------------------------------------------------------------------
+
+    def sources(self) -> Iterator[Source]:
+        """Everything that can become readable."""
+        if self.over:
+            return
+        yield Source(self._link.channel.fileno(), self._hear_run_zygote)
+        for rank in self._link.ranks:
+            if rank.stdout_fd >= 0:
+                yield Source(rank.stdout_fd, lambda rank=rank: self._read_pipes(rank))  # type: ignore[misc]
+            if rank.stderr_fd >= 0:
+                yield Source(rank.stderr_fd, lambda rank=rank: self._read_pipes(rank))  # type: ignore[misc]
+            if rank.channel is not None:
+                yield Source(rank.channel.fileno(), lambda rank=rank: self._hear_rank(rank))  # type: ignore[misc]
+
+    def deadline(self) -> float | None:
+        """Seconds until :meth:`tick` is due."""
+        return self.state.next_deadline(time.monotonic())
+
+    def tick(self) -> None:
+        """Look at the clock."""
+        self._do(self.state.tick(time.monotonic()))
+
+    # -- the kernel ----------------------------------------------------------------------------------------------
+
+    def obey(self, message: Message) -> None:
+        """Take a message of the kernel that is about this run."""
+        now = time.monotonic()
+        if isinstance(message, Interrupt):
+            self._do(self.state.interrupt(message.level, now))
+        elif isinstance(message, OutputTaken):
+            self._unseen_bytes -= message.size_bytes
+            self.send_output()
+        elif isinstance(message, HomeTaken):
+            self._close_parcel()
+            self._do(self.state.home_taken(now))
+        elif isinstance(message, HomeRefused):
+            self._close_parcel()
+            self._link.ranks[0].send(PackAgain(message.exclude))
+        elif isinstance(message, InputReply):
+            self._link.ranks[message.rank].send(InputLine(message.text))
+
+    def send_output(self) -> None:
+        """Send what the kernel has room for, then the end of the run."""
+        while self._cursor < len(self.log) and self._unseen_bytes < _WINDOW_BYTES:
+            index, self._cursor = self._cursor, self._cursor + 1
+            rank = self.log.rank_of(index)
+            if self._shown is not None and rank not in self._shown:
+                continue
+            piece = self.log.read(index)
+            self._unseen_bytes += len(piece.data)
+            kind = Output if piece.is_stream else Display
+            self._send(kind(self.id, rank, piece.kind, piece.data))
+        if self._ended is not None and self._cursor == len(self.log):
+            self._send(self._ended)
+            self._ended, self.is_told = None, True
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def _hear_run_zygote(self) -> None:
+        try:
+            for message, _ in self._link.channel.receive_available():
+                if isinstance(message, RankForked):
+                    self.pids[message.rank] = message.pid
+                elif isinstance(message, RankExited):
+                    self._rank_exited(message)
+                elif isinstance(message, AgentExited):
+                    if not self.state.concluded and 0 in self.pids:
+                        self._do(self.state.start_failed(self._why_no_ranks(), time.monotonic()))
+                elif isinstance(message, RunOver):
+                    self._finish()
+        except ChannelClosedError:
+            self._do(self.state.start_failed("the processes of the run ended", time.monotonic()))
+            self._finish()
+
+    def _why_no_ranks(self) -> str:
+        return "the agent ended before it had started all ranks; `%taas log` of the runner tells why"
+
+    def _rank_exited(self, message: RankExited) -> None:
+        rank = self._link.ranks[message.rank]
+        # What it said before its end counts: it may have failed, or be done, in good order.
+        if rank.channel is not None:
+            self._hear_rank(rank)
+        self._read_pipes(rank)
+        hint = death_hint(message.exit_code, oom_kills() - self._oom_kills)
+        self._do(self.state.rank_exited(message.rank, message.exit_code, hint, time.monotonic()))
+
+    # -- ranks ---------------------------------------------------------------------------------------------------
+
+    def _read_pipes(self, rank: RankLink) -> None:
+        """Take what is in a rank's pipes; a bounded amount, so that one loud rank does not keep the others waiting."""
+        for name, kind in (("stdout_fd", "stdout"), ("stderr_fd", "stderr")):
+            for _ in range(_READS_AT_ONCE):
+                fd = getattr(rank, name)
+                if fd < 0:
+                    break
+                try:
+                    data = os.read(fd, _READ_BYTES)
+                except BlockingIOError:
+                    break
+                if not data:
+                    os.close(fd)
+                    setattr(rank, name, -1)
+                    break
+                self.log.append(rank.rank, kind, data, sealed=self._cursor)
+        self.send_output()
+
+    def _hear_rank(self, rank: RankLink) -> None:
+        assert rank.channel is not None
+        channel: Channel[object] = rank.channel  # type: ignore[assignment]
+        try:
+            for message, descriptors in channel.receive_available():
+                self._take(rank, message, descriptors)
+        except ChannelClosedError:
+            channel.close()
+            rank.channel = None
+
+    def _take(self, rank: RankLink, message: object, descriptors: list[int]) -> None:
+        now = time.monotonic()
+        if isinstance(message, RankDisplay):
+            # The rank flushed its streams before: what they hold comes first.
+            self._read_pipes(rank)
+            self.log.append(rank.rank, message.kind, message.content, sealed=self._cursor)
+            self.send_output()
+        elif isinstance(message, CellStarted):
+            self._do(self.state.rank_started(rank.rank, now))
+        elif isinstance(message, CellFinished):
+            self._read_pipes(rank)
+            self._do(self.state.rank_finished(rank.rank, message.left_out, now))
+        elif isinstance(message, CellFailed):
+            self._read_pipes(rank)
+            self._do(self.state.rank_failed(message.report, message.left_out, now))
+        elif isinstance(message, RankHome):
+            self._announce_home(message, descriptors[0])
+        elif isinstance(message, HomeFailed):
+            self._do(self.state.home_failed(message.reason, now))
+        elif isinstance(message, RankInput):
+            self._read_pipes(rank)
+            self._send(InputRequest(self.id, rank.rank, message.prompt, message.password))
+
+    def _announce_home(self, message: RankHome, parcel_fd: int) -> None:
+        self._close_parcel()
+        self._parcel_fd = parcel_fd
+        parcel = MemoryFile(os.getpid(), parcel_fd, message.size_bytes)
+        self._send(HomeArrived(self.id, parcel, message.not_home, message.unwrapped))
+        self._do(self.state.home_arrived(time.monotonic()))
+
+    def _close_parcel(self) -> None:
+        if self._parcel_fd >= 0:
+            os.close(self._parcel_fd)
+            self._parcel_fd = -1
+
+    # -- instructions --------------------------------------------------------------------------------------------
+
+    def _do(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Signal):
+                self._link.send(SignalRanks(list(instruction.ranks), int(instruction.signum)))
+            elif isinstance(instruction, Abort):
+                self._tell(instruction.ranks, AbortCollectives())
+            elif isinstance(instruction, Release):
+                self._tell(instruction.ranks, Exit())
+            elif isinstance(instruction, RescueHome):
+                self._tell((0,), Rescue())
+            elif isinstance(instruction, AnnounceStarted):
+                self._send(RunStarted(self.id, self.pids))
+            elif isinstance(instruction, Conclude):
+                self._conclude()
+
+    def _tell(self, ranks: tuple[int, ...], message: Message) -> None:
+        for rank in ranks:
+            self._link.ranks[rank].send(message)
+
+    def _conclude(self) -> None:
+        self._link.send(EndRun())
+        for rank in self._link.ranks:
+            self._read_pipes(rank)
+        state = self.state
+        failure, death, failures, deaths = choose_cause(list(state.failures.values()), list(state.deaths.values()))
+        guilty = failure.rank if failure is not None else death.rank if death is not None else None
+        is_hidden = guilty is not None and self._shown is not None and guilty not in self._shown
+        self._ended = RunEnded(
+            run_id=self.id,
+            outcome=state.outcome,
+            seconds=time.monotonic() - state.started_at,
+            failure=failure,
+            death=death,
+            other_failures=failures,
+            other_deaths=deaths,
+            left_out=state.left_out,
+            tail=self.log.tail(guilty, self._tail_lines) if is_hidden and guilty is not None else "",
+            home=state.home.value == "taken",
+            detail=state.detail or state.home_detail,
+        )
+        self.send_output()
+
+    def abandon(self) -> None:
+        """The kernel has gone: end everything at once."""
+        self._link.send(EndRun())
+
+    def _finish(self) -> None:
+        """All processes have gone."""
+        if not self.over:
+            for rank in self._link.ranks:
+                self._read_pipes(rank)
+            self.over = True
+            self._close_parcel()
+            self._link.close()
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._directory)
+            self.send_output()

@@ -1,0 +1,265 @@
+"""The runner: it starts the zygote, takes runs from one kernel, and keeps their output.
+
+It imports no torch and unpickles nothing. Its one loop polls the kernel's socket, the zygote and the pipes of the active run.
+It ends when its kernel does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from taas_magic.runner.output_log import OutputLog
+from taas_magic.runner.run import Run, Source
+from taas_magic.runner.zygote_link import ZygoteLink
+from taas_magic.versions import mismatch, own_versions
+from taas_magic.wire import (
+    ChannelClosedError,
+    Denied,
+    Hello,
+    LogPiece,
+    Message,
+    ReadLog,
+    ReadStatus,
+    Ready,
+    RunTask,
+    Shutdown,
+    Status,
+    Submit,
+    ToRunner,
+    Warm,
+    Welcome,
+)
+
+_KEPT_RUNS = 20
+_KEPT_BYTES = 2 * 2**30
+_LOG_PIECE_BYTES = 1024 * 1024
+
+
+class Server:
+    """The runner of one kernel.
+
+    Args:
+        directory: A directory of mode 0700: the socket, logs and temporary files lie in it, and it is removed at the end.
+        token: What the kernel must say to be served.
+        kernel_pid: The process to live as long as.
+    """
+
+    def __init__(self, directory: Path, token: str, kernel_pid: int) -> None:
+        self._directory = directory
+        self._token = token
+        self._kernel = os.pidfd_open(kernel_pid)
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(f"ipc://{directory}/runner.sock")
+        self._decoder: msgspec.msgpack.Decoder[ToRunner] = msgspec.msgpack.Decoder(ToRunner)
+        #: The connection that has said the token; the only one that is listened to.
+        self._client: bytes | None = None
+        self._zygote = ZygoteLink()
+        self._zygote_is_heard = True
+        self._ready: Ready | None = None
+        self._run: Run | None = None
+        self._ending: list[Run] = []
+        self._logs: OrderedDict[str, tuple[OutputLog, int]] = OrderedDict()
+        self._stop = False
+
+    def serve(self) -> None:
+        """Serve until the kernel ends or says so."""
+        try:
+            while not self._stop:
+                self._turn()
+        finally:
+            for run in [*self._ending, *([self._run] if self._run else [])]:
+                run.abandon()
+            self._zygote.channel.close()
+            with contextlib.suppress(Exception):
+                self._zygote.process.wait(timeout=5)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        handlers: dict[int, Any] = {}
+        for source in self._sources():
+            poller.register(source.fd, zmq.POLLIN)
+            handlers[source.fd] = source.ready
+        deadline = self._run.deadline() if self._run is not None else None
+        timeout_ms = 1000 if deadline is None else max(1, min(1000, int(deadline * 1000) + 1))
+        for what, _ in poller.poll(timeout_ms):
+            if what is self._socket:
+                self._hear_kernel()
+            elif what in handlers:
+                handlers[what]()
+        if self._run is not None:
+            self._run.tick()
+            if self._run.state.concluded:
+                self._ending.append(self._run)
+                self._run = None
+        self._ending = [run for run in self._ending if not self._forget(run)]
+
+    def _sources(self) -> list[Source]:
+        sources = [Source(self._kernel, self._kernel_ended)]
+        if self._zygote_is_heard:
+            sources.append(Source(self._zygote.channel.fileno(), self._hear_zygote))
+        for run in (self._run, *self._ending):
+            if run is not None:
+                sources += run.sources()
+        return sources
+
+    def _forget(self, run: Run) -> bool:
+        """Let go of a run whose processes are gone and whose end the kernel knows; its log is kept."""
+        return run.over and run.is_told
+
+    def _kernel_ended(self) -> None:
+        self._stop = True
+
+    # -- the zygote ----------------------------------------------------------------------------------------------
+
+    def _hear_zygote(self) -> None:
+        try:
+            for message, _ in self._zygote.channel.receive_available():
+                if isinstance(message, Warm):
+                    self._ready = Ready(message.num_gpus, message.seconds)
+                    self._send(self._ready)
+        except ChannelClosedError:
+            self._zygote_is_heard = False
+            self._ready = None
+            code = self._zygote.process.wait()
+            self._send(Denied(f"the zygote ended with code {code}; what it wrote:\n{self._own_log_tail()}"))
+            self._stop = True
+
+    def _own_log_tail(self) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join((self._directory / "runner.log").read_text(errors="replace").splitlines()[-30:])
+        return ""
+
+    # -- the kernel ----------------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        if self._client is not None:
+            self._socket.send_multipart([self._client, msgspec.msgpack.encode(message)])
+
+    def _hear_kernel(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                continue
+            try:
+                message = self._decoder.decode(frames[1])
+            except msgspec.MsgspecError:
+                continue
+            self._obey(frames[0], message)
+
+    def _obey(self, sender: bytes, message: ToRunner) -> None:
+        if isinstance(message, Hello):
+            self._welcome(sender, message)
+        elif sender != self._client:
+            reply = msgspec.msgpack.encode(Denied("not authorised: say the token first"))
+            self._socket.send_multipart([sender, reply])
+        elif isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, ReadLog):
+            self._send_log(message)
+        elif isinstance(message, ReadStatus):
+            self._send(self._status())
+        elif isinstance(message, Shutdown):
+            self._stop = True
+        else:
+            for run in (self._run, *self._ending):
+                if run is not None and run.id == message.run_id:
+                    run.obey(message)
+
+    def _welcome(self, sender: bytes, hello: Hello) -> None:
+        if hello.token != self._token:
+            self._socket.send_multipart([sender, msgspec.msgpack.encode(Denied("not authorised: wrong token"))])
+            return
+        difference = mismatch(hello.versions, own_versions())
+        self._client = sender
+        self._send(Denied(f"versions differ: {difference}") if difference else Welcome(own_versions(), os.getpid()))
+        if self._ready is not None:
+            self._send(self._ready)
+
+    def _submit(self, submit: Submit) -> None:
+        run_id = submit.task.run_id
+        if self._run is not None:
+            self._send(Denied("another run is active", run_id))
+            return
+        if self._ready is None:
+            self._send(Denied("the zygote is not warm yet", run_id))
+            return
+        try:
+            parcel_fd = submit.parcel.open()
+        except OSError as error:
+            self._send(Denied(f"the cell's state cannot be read: {error}", run_id))
+            return
+        run_directory = self._directory / f"run-{run_id}"
+        run_directory.mkdir(mode=0o700)
+        task = msgspec.structs.replace(submit.task, run_dir=str(run_directory))
+        link = self._zygote.start_run(RunTask(task), parcel_fd)
+        os.close(parcel_fd)
+        self._run = Run(submit, link, run_directory, self._send)
+        self._keep(self._run)
+
+    def _keep(self, run: Run) -> None:
+        self._logs[run.id] = (run.log, run.num_ranks)
+        while len(self._logs) > _KEPT_RUNS or (
+            len(self._logs) > 1 and sum(log.size_bytes for log, _ in self._logs.values()) > _KEPT_BYTES
+        ):
+            _, (log, _) = self._logs.popitem(last=False)
+            log.close()
+
+    def _send_log(self, request: ReadLog) -> None:
+        run_id = request.run_id or next(reversed(self._logs), "")
+        if run_id not in self._logs:
+            self._send(Denied(f"no run {run_id!r} is kept; kept are: {', '.join(self._logs) or 'none'}", run_id))
+            return
+        log, num_ranks = self._logs[run_id]
+        if not 0 <= request.rank < num_ranks:
+            self._send(Denied(f"run {run_id} has ranks 0 to {num_ranks - 1}, not {request.rank}", run_id))
+            return
+        for piece in log.of_rank(request.rank):
+            if piece.is_stream:
+                self._send(LogPiece(run_id, piece.rank, piece.kind, piece.data))
+        self._send(LogPiece(run_id, request.rank, "stdout", b"", last=True))
+
+    def _status(self) -> Status:
+        run = self._run
+        ranks = [] if run is None else [(p.value, pid) for p, pid in zip(run.state.phases, run.pids, strict=True)]
+        return Status(
+            pid=os.getpid(),
+            is_warm=self._ready is not None,
+            num_gpus=self._ready.num_gpus if self._ready else 0,
+            run_id=run.id if run else "",
+            seconds=time.monotonic() - run.state.started_at if run else 0.0,
+            ranks=ranks,
+            kept=[(run_id, num_ranks) for run_id, (_, num_ranks) in self._logs.items()],
+        )
+
+
+def main() -> None:
+    """Entry of ``python -m taas_magic.runner DIRECTORY KERNEL_PID``; the token comes on standard input."""
+    setproctitle.setproctitle("taas: runner")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    directory, kernel_pid = Path(sys.argv[1]), int(sys.argv[2])
+    token = sys.stdin.readline().strip()
+    try:
+        server = Server(directory, token, kernel_pid)
+    except ProcessLookupError:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    server.serve()

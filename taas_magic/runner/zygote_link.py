@@ -1,0 +1,113 @@
+"""The runner's side of the zygote: starting it, and the sockets and pipes of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from taas_magic.wire import (
+    Channel,
+    ChannelClosedError,
+    FromRank,
+    FromRunZygote,
+    FromZygote,
+    Message,
+    RankDescriptors,
+    RunTask,
+    StartRun,
+)
+
+
+class ZygoteLink:
+    """A running zygote.
+
+    Attributes:
+        process: Its process.
+        channel: Its socket; it ends when the zygote does.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = Channel.pair()
+        environment = {
+            **os.environ,
+            # numpy's OpenBLAS starts a thread at import otherwise, and the zygote must not have a second one.
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "taas_magic.rank.zygote", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self.channel: Channel[FromZygote] = Channel(ours, FromZygote)
+
+    def start_run(self, task: RunTask, parcel_fd: int) -> RunLink:
+        """Fork the run's zygote and give it what it needs; ranks follow by themselves."""
+        ours, theirs = Channel.pair()
+        self.channel.send(StartRun(task.task.run_id), (theirs.fileno(),))
+        theirs.close()
+        run = RunLink(Channel(ours, FromRunZygote), [])
+        for rank in range(task.task.num_ranks):
+            run.ranks.append(_connect_rank(run.channel, rank))
+        run.channel.send(task, (parcel_fd,))
+        return run
+
+
+@dataclass
+class RankLink:
+    """The runner's ends of one rank's pipes and socket; -1 and None once they have ended."""
+
+    rank: int
+    stdout_fd: int
+    stderr_fd: int
+    channel: Channel[FromRank] | None
+
+    def send(self, message: Message) -> None:
+        """Send to the rank, if it is still there."""
+        if self.channel is not None:
+            with contextlib.suppress(ChannelClosedError):
+                self.channel.send(message)
+
+    def close(self) -> None:
+        for fd in (self.stdout_fd, self.stderr_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.stdout_fd = self.stderr_fd = -1
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+@dataclass
+class RunLink:
+    """The runner's ends of everything that belongs to a run."""
+
+    channel: Channel[FromRunZygote]
+    ranks: list[RankLink]
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(ChannelClosedError, OSError):
+            self.channel.send(message)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.channel.close()
+
+
+def _connect_rank(channel: Channel[FromRunZygote], rank: int) -> RankLink:
+    stdout_reader, stdout_writer = os.pipe()
+    stderr_reader, stderr_writer = os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for reader in (stdout_reader, stderr_reader):
+        os.set_blocking(reader, False)
+    channel.send(RankDescriptors(rank), (stdout_writer, stderr_writer, theirs.fileno()))
+    os.close(stdout_writer)
+    os.close(stderr_writer)
+    theirs.close()
+    return RankLink(rank, stdout_reader, stderr_reader, Channel(ours, FromRank))

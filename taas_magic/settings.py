@@ -1,0 +1,349 @@
+"""Settings: ``taas.toml`` of the project over the user's ``config.toml``, key by key.
+
+The dataclasses below are the schema: a table of the files is a dataclass, and a key is a field whose metadata, made by
+:func:`_key`, say how it is read and what it means. A new key is one field; a new table is a dataclass, a field
+of :class:`Settings` and a row of ``_TABLES``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from taas_magic.errors import SettingsError
+
+PROJECT_FILE: Final = "taas.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A settings file, and what paths in it are relative to."""
+
+    path: Path
+    text: str
+    environ: Mapping[str, str]
+
+    def resolve(self, path: str) -> Path:
+        return (self.path.parent / expand_home(path, self.environ)).resolve()
+
+    def at(self, *keys: str) -> str:
+        """File and line where ``keys`` are set, for an error's text."""
+        return f"{self.path}, line {_line_of(self.text, keys)}"
+
+
+class _UnfitError(ValueError):
+    """A value does not fit its key; what would fit stands with the key."""
+
+
+#: Reads a TOML value; raises _UnfitError.
+_Read = Callable[[Any, _File], Any]
+
+
+def _key(read: _Read, *, expected: str, default: str, meaning: str) -> dict[str, Any]:
+    """The metadata that make a dataclass field a key: ``default`` and the rest are words for the reader."""
+    return {"read": read, "expected": expected, "default": default, "meaning": meaning}
+
+
+def _directory(value: Any, file: _File) -> Path:
+    path = _path(value, file)
+    if not path.is_dir():
+        raise _UnfitError
+    return path
+
+
+def _path(value: Any, file: _File) -> Path:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise _UnfitError
+    return file.resolve(value)
+
+
+def _paths(value: Any, file: _File) -> tuple[Path, ...]:
+    if not isinstance(value, list):
+        raise _UnfitError
+    return tuple(_path(item, file) for item in value)
+
+
+def _number(low: float) -> _Read:
+    def read(value: Any, _file: _File) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
+            raise _UnfitError
+        return float(value)
+
+    return read
+
+
+def _whole_number(low: int) -> _Read:
+    def read(value: Any, _file: _File) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise _UnfitError
+        return value
+
+    return read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectSettings:
+    """``[project]``: the files that only rank 0 may change."""
+
+    #: Absolute, symbolic links resolved.
+    directory: Path = field(
+        metadata=_key(
+            _directory,
+            expected='the path of a directory that exists, such as "."',
+            default="the kernel's working directory",
+            meaning="The directory in which ranks other than 0 cannot write.",
+        ),
+    )
+    #: Absolute, symbolic links resolved; need not exist.
+    writable: tuple[Path, ...] = field(
+        default=(),
+        metadata=_key(
+            _paths,
+            expected='a list of paths, such as ["cache", "logs"]',
+            default="no path",
+            meaning="Paths in the project directory where every rank may write all the same.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSettings:
+    """``[stop]``: how a run is stopped."""
+
+    grace_s: float = field(
+        default=5.0,
+        metadata=_key(
+            _number(0),
+            expected="seconds, 0 or more",
+            default="5.0",
+            meaning="Time that a rank has from an interrupt to SIGTERM, and again from SIGTERM to SIGKILL.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """``[local]``: this machine as a place for ranks."""
+
+    max_ranks: int = field(
+        default=64,
+        metadata=_key(
+            _whole_number(1),
+            expected="a whole number, 1 or more",
+            default="64",
+            meaning="The most ranks that one run may have on this machine.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSettings:
+    """``[output]``: what of a run's output is shown."""
+
+    tail_lines: int = field(
+        default=20,
+        metadata=_key(
+            _whole_number(0),
+            expected="a whole number, 0 or more",
+            default="20",
+            meaning="Number of last lines of output that are shown of a rank that failed.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings, validated. Each field is a table of the files."""
+
+    project: ProjectSettings
+    stop: StopSettings = field(default_factory=StopSettings)
+    local: LocalSettings = field(default_factory=LocalSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
+
+
+_TABLES: Final[dict[str, type[Any]]] = {
+    "project": ProjectSettings,
+    "stop": StopSettings,
+    "local": LocalSettings,
+    "output": OutputSettings,
+}
+
+
+def load_settings(cwd: Path, environ: Mapping[str, str]) -> Settings:
+    """Read the settings that hold for a kernel in ``cwd``.
+
+    ``taas.toml`` is looked for in ``cwd`` and the directories above it, and the nearest one counts; below it, key by
+    key, ``$XDG_CONFIG_HOME/taas/config.toml``, or else ``~/.config/taas/config.toml``. A missing file is no error.
+
+    Args:
+        cwd: The kernel's working directory.
+        environ: The kernel's environment; ``XDG_CONFIG_HOME`` and ``HOME`` are read.
+
+    Raises:
+        SettingsError: A file cannot be read, is not TOML, or has a table, key or value that is not known. The text
+            names file, line and key.
+    """
+    merged: dict[str, dict[str, Any]] = {table: {} for table in _TABLES}
+    merged["project"]["directory"] = cwd.resolve()
+    for path in _files(cwd, environ):
+        for table, key, value in _read_file(path, environ):
+            merged[table][key] = value
+    return Settings(**{table: schema(**merged[table]) for table, schema in _TABLES.items()})
+
+
+def settings_reference() -> str:
+    """All keys as a Markdown table, one row a key, without a final newline."""
+    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for table, schema in _TABLES.items():
+        for name, spec in _keys_of(schema).items():
+            meta = spec.metadata
+            rows.append(f"| `{table}.{name}` | {meta['expected']} | {meta['default']} | {meta['meaning']} |")
+    return "\n".join(rows)
+
+
+def expand_home(text: str, environ: Mapping[str, str]) -> Path:
+    """``text`` as a path, with a leading ``~`` replaced by the ``HOME`` of ``environ``."""
+    home = environ.get("HOME")
+    if home and (text == "~" or text.startswith("~/")):
+        return Path(home, text[2:])
+    return Path(text)
+
+
+def read_text(path: Path) -> str:
+    """The text of a settings or environment file, its byte order mark removed.
+
+    Raises:
+        SettingsError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise SettingsError.of(
+            f"{path} cannot be read: {error.strerror or error}",
+            expected="a file that you may read",
+            do="check its name and its permissions",
+        ) from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise SettingsError.of(
+            f"{path}, line {line}: a byte that is not UTF-8", expected="text in UTF-8", do="save it as UTF-8"
+        ) from error
+
+
+def nearest_name(name: str, choices: Mapping[str, object]) -> str:
+    """The choice that is spelt most like ``name``, or an empty string where none is close."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, choices, n=1)), "")
+
+
+def _files(cwd: Path, environ: Mapping[str, str]) -> Iterator[Path]:
+    """The files that exist, what counts less first."""
+    user = _user_file(environ)
+    if user is not None and user.exists():
+        yield user
+    directory = cwd.resolve()
+    for above in (directory, *directory.parents):
+        if (above / PROJECT_FILE).exists():
+            yield above / PROJECT_FILE
+            return
+
+
+def _user_file(environ: Mapping[str, str]) -> Path | None:
+    # The XDG base directory specification has a relative path ignored.
+    config_home = environ.get("XDG_CONFIG_HOME", "")
+    if config_home.startswith("/"):
+        return Path(config_home, "taas", "config.toml")
+    home = environ.get("HOME", "")
+    return Path(home, ".config", "taas", "config.toml") if home else None
+
+
+def _read_file(path: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """Table, key and value of everything that a file sets, validated."""
+    file = _File(path, read_text(path), environ)
+    for table, content in _parse_toml(file).items():
+        schema = _TABLES.get(table)
+        if schema is None or not isinstance(content, dict):
+            raise _unknown_table(file, table)
+        keys = _keys_of(schema)
+        for key, value in content.items():
+            if key not in keys:
+                raise _unknown_key(file, table, key)
+            yield table, key, _read_value(file, table, keys[key], value)
+
+
+def _parse_toml(file: _File) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(file.text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$", str(error))
+        line = int(at[1]) if at and at[1] else file.text.rstrip().count("\n") + 1
+        what = str(error)[: at.start()] if at else str(error)
+        raise SettingsError.of(f"{file.path}, line {line}: {what}", expected="TOML", do="correct this line") from error
+
+
+def _read_value(file: _File, table: str, spec: Field[Any], value: Any) -> Any:
+    try:
+        return spec.metadata["read"](value, file)
+    except (_UnfitError, OSError):  # OSError: a path that the system refuses to look up, such as one too long
+        raise SettingsError.of(
+            f"{file.at(table, spec.name)}: {table}.{spec.name} is {value!r}",
+            expected=spec.metadata["expected"],
+            do=f"correct it, or delete it: then it is {spec.metadata['default']}",
+        ) from None
+
+
+def _unknown_table(file: _File, table: str) -> SettingsError:
+    nearest = nearest_name(table, _TABLES)
+    wrong = "is not written as a table" if table in _TABLES else "is not a table of the settings"
+    return SettingsError.of(
+        f"{file.at(table)}: {table} {wrong}",
+        expected=", ".join(f"[{name}]" for name in _TABLES),
+        do=f"write [{nearest}] as a line, and its keys below" if nearest else "delete it",
+    )
+
+
+def _unknown_key(file: _File, table: str, key: str) -> SettingsError:
+    keys = _keys_of(_TABLES[table])
+    nearest = nearest_name(key, keys)
+    return SettingsError.of(
+        f"{file.at(table, key)}: {key} is not a key of [{table}]",
+        expected=", ".join(keys),
+        do=f"write {nearest}" if nearest else "delete it",
+    )
+
+
+def _keys_of(schema: type[Any]) -> dict[str, Field[Any]]:
+    return {spec.name: spec for spec in fields(schema)}
+
+
+_HEADER: Final = re.compile(r"\s*\[+([^\]=]+)\]")
+_ASSIGNMENT: Final = re.compile(r"\s*([^=#\[]+?)\s*=")
+
+
+def _line_of(text: str, wanted: tuple[str, ...]) -> int:
+    """The line that sets ``wanted``, or the one of the nearest table around it (tomllib keeps no positions)."""
+    header: tuple[str, ...] = ()
+    best_line, best_depth = 1, 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        if match := _HEADER.match(line):
+            here = header = _dotted(match[1])
+        elif match := _ASSIGNMENT.match(line):
+            here = header + _dotted(match[1])
+        else:
+            continue
+        if here[: len(wanted)] == wanted:
+            return number
+        if here == wanted[: len(here)] and len(here) > best_depth:
+            best_line, best_depth = number, len(here)
+    return best_line
+
+
+def _dotted(name: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in name.split("."))

@@ -1,0 +1,587 @@
+"""The messages between kernel, runner, zygotes and ranks, and the channels that carry them.
+
+One class a message, one tagged union a direction. New fields get defaults, types never change. Payloads that would have to be
+unpickled are plain ``bytes`` here, or descriptors of memory files: nothing in this module ever unpickles.
+``docs/protocol.md`` describes every message; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+#: Raised when a message changes its meaning. Kernel and runner must agree on it.
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class MemoryFile(msgspec.Struct, frozen=True):
+    """A parcel that another process of the same user holds open; it is read through ``/proc/<pid>/fd/<fd>``."""
+
+    pid: int
+    fd: int
+    size_bytes: int
+
+    def open(self) -> int:
+        """Open the file; the caller owns the descriptor.
+
+        Raises:
+            OSError: if the holder has gone.
+        """
+        return os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What must agree between the two ends before anything is unpickled."""
+
+    protocol: int
+    taas: str
+    python: str
+    cloudpickle: str
+    torch: str
+
+
+# -- what a run is ---------------------------------------------------------------------------------------------------
+
+
+class CellTask(msgspec.Struct, frozen=True):
+    """What a rank executes, and how."""
+
+    run_id: str
+    source: str
+    execution_count: int
+    num_ranks: int
+    #: The directory in which only rank 0 may write, with what stays writable in it.
+    project: str
+    writable: list[str]
+    writes: str
+    environment: dict[str, str]
+    #: Names that the notebook has and that did not travel, for the hint in a NameError.
+    other_names: list[str]
+    #: Names that the notebook's shell provides.
+    ignored_names: list[str]
+    left_out: dict[str, str] = {}
+    colors: str = "nocolor"
+    traceback_mode: str = "Context"
+    #: No GPU here: answer NCCL with gloo.
+    rehearse: bool = False
+    #: A directory that lives as long as the run, made by the runner; ranks other than 0 keep their temporary files in it.
+    run_dir: str = ""
+
+
+class FailureReport(msgspec.Struct, frozen=True):
+    """An exception that ended a rank's cell."""
+
+    rank: int
+    #: ``time.monotonic`` of the rank's machine.
+    at_s: float
+    type_name: str
+    message: str
+    #: Lines for a notebook, as IPython formats them.
+    traceback: list[str]
+    #: The same as the interpreter would print it.
+    plain_traceback: str
+    #: The exception by cloudpickle; empty where it has no pickle.
+    pickled: bytes = b""
+    is_interrupt: bool = False
+
+
+class Death(msgspec.Struct, frozen=True):
+    """A rank's process that ended without finishing the cell."""
+
+    rank: int
+    exit_code: int
+    hint: str = ""
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """Writes that a rank other than 0 left out because rank 0 makes them."""
+
+    rank: int
+    what: str
+    path: str
+    count: int
+
+
+# -- kernel to runner ------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Opens a connection. ``token`` was given to the runner when it was started."""
+
+    token: str
+    versions: Versions
+
+
+class Submit(Message, frozen=True):
+    """Starts a run."""
+
+    task: CellTask
+    parcel: MemoryFile
+    #: Ranks whose output is wanted as it comes; None for all.
+    show: list[int] | None
+    grace_s: float
+    timeout_s: float | None = None
+
+
+class Interrupt(Message, frozen=True):
+    """Stops a run: 1 interrupts, 2 terminates, 3 kills."""
+
+    run_id: str
+    level: int
+
+
+class OutputTaken(Message, frozen=True):
+    """The kernel has shown this many bytes more; the runner may send as many."""
+
+    run_id: str
+    size_bytes: int
+
+
+class HomeTaken(Message, frozen=True):
+    """The kernel has applied what came home; rank 0 may end."""
+
+    run_id: str
+
+
+class HomeRefused(Message, frozen=True):
+    """A record cannot be loaded in the kernel; rank 0 is to pack again without those."""
+
+    run_id: str
+    exclude: list[str]
+
+
+class InputReply(Message, frozen=True):
+    """What the user typed for an :class:`InputRequest`; None where there is nobody to ask."""
+
+    run_id: str
+    rank: int
+    text: str | None
+
+
+class ReadLog(Message, frozen=True):
+    """Asks for the kept output of a run; an empty ``run_id`` is the latest."""
+
+    run_id: str = ""
+    rank: int = 0
+
+
+class ReadStatus(Message, frozen=True):
+    """Asks what the runner is doing."""
+
+
+class Shutdown(Message, frozen=True):
+    """Ends the runner and everything it started."""
+
+
+ToRunner = (
+    Hello | Submit | Interrupt | OutputTaken | HomeTaken | HomeRefused | InputReply | ReadLog | ReadStatus | Shutdown
+)
+
+# -- runner to kernel ------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answers :class:`Hello`."""
+
+    versions: Versions
+    pid: int
+
+
+class Denied(Message, frozen=True):
+    """Answers what the runner will not do: a wrong token, a version, a run it cannot place."""
+
+    reason: str
+    run_id: str = ""
+
+
+class Ready(Message, frozen=True):
+    """The zygote is warm: a run starts at once from now on."""
+
+    num_gpus: int
+    seconds: float
+
+
+class RunStarted(Message, frozen=True):
+    """All ranks run the cell's own code."""
+
+    run_id: str
+    pids: list[int]
+
+
+class Output(Message, frozen=True):
+    """A piece of what a rank wrote: ``kind`` is "stdout" or "stderr"."""
+
+    run_id: str
+    rank: int
+    kind: str
+    data: bytes
+
+
+class Display(Message, frozen=True):
+    """Something to display: ``kind`` is "display", "update", "clear" or "result"; ``content`` is JSON."""
+
+    run_id: str
+    rank: int
+    kind: str
+    content: bytes
+
+
+class InputRequest(Message, frozen=True):
+    """Rank 0 asks the user for a line."""
+
+    run_id: str
+    rank: int
+    prompt: str
+    password: bool = False
+
+
+class HomeArrived(Message, frozen=True):
+    """Rank 0's changes, for the kernel to apply."""
+
+    run_id: str
+    parcel: MemoryFile
+    #: (expression, reason) of what could not be packed.
+    not_home: list[tuple[str, str]] = []
+    #: Names of DDP wrappers whose inner module came instead.
+    unwrapped: list[str] = []
+
+
+class RunEnded(Message, frozen=True):
+    """The last message of a run. ``outcome`` is "ok", "failed", "interrupted", "timeout" or "lost"."""
+
+    run_id: str
+    outcome: str
+    seconds: float
+    #: The failure or death that ended the run; the others follow.
+    failure: FailureReport | None = None
+    death: Death | None = None
+    other_failures: list[FailureReport] = []
+    other_deaths: list[Death] = []
+    left_out: list[LeftOut] = []
+    #: The last lines of the failed rank's own output, where it was not shown.
+    tail: str = ""
+    home: bool = False
+    detail: str = ""
+
+
+class LogPiece(Message, frozen=True):
+    """A piece of a kept log; ``last`` ends it."""
+
+    run_id: str
+    rank: int
+    kind: str
+    data: bytes
+    last: bool = False
+
+
+class Status(Message, frozen=True):
+    """What the runner is doing, in words and numbers."""
+
+    pid: int
+    is_warm: bool
+    num_gpus: int
+    #: The active run, or "".
+    run_id: str
+    seconds: float
+    #: Phase and pid of each rank of the active run.
+    ranks: list[tuple[str, int]]
+    #: (run id, number of ranks) of the runs whose output is kept, latest last.
+    kept: list[tuple[str, int]]
+
+
+ToKernel = (
+    Welcome | Denied | Ready | RunStarted | Output | Display | InputRequest | HomeArrived | RunEnded | LogPiece | Status
+)
+
+# -- runner and zygotes ----------------------------------------------------------------------------------------------
+
+
+class Warm(Message, frozen=True):
+    """Zygote to runner: imports are done."""
+
+    num_gpus: int
+    seconds: float
+
+
+class StartRun(Message, frozen=True):
+    """Runner to zygote: fork a run zygote; its control socket comes as a descriptor."""
+
+    run_id: str
+
+
+class RunTask(Message, frozen=True):
+    """Runner to run zygote: the task; the parcel comes as a descriptor. Starts the agent."""
+
+    task: CellTask
+    max_restarts: int = 0
+
+
+class RankDescriptors(Message, frozen=True):
+    """Runner to run zygote: stdout, stderr and control socket of one rank come as descriptors."""
+
+    rank: int
+
+
+class SignalRanks(Message, frozen=True):
+    """Runner to run zygote: send a signal to ranks that are still alive."""
+
+    ranks: list[int]
+    signal: int
+
+
+class EndRun(Message, frozen=True):
+    """Runner to run zygote: kill whatever is left of the run, and end."""
+
+
+ToZygote = StartRun
+ToRunZygote = RunTask | RankDescriptors | SignalRanks | EndRun
+
+
+class RankForked(Message, frozen=True):
+    """Run zygote to runner and agent: a rank has a process."""
+
+    rank: int
+    pid: int
+
+
+class RankExited(Message, frozen=True):
+    """Run zygote to runner and agent: a rank's process ended; ``exit_code`` as ``subprocess`` has it."""
+
+    rank: int
+    exit_code: int
+
+
+class AgentExited(Message, frozen=True):
+    """Run zygote to runner: the agent ended."""
+
+    exit_code: int
+
+
+class RunOver(Message, frozen=True):
+    """Run zygote to runner: no process of the run is left."""
+
+
+FromZygote = Warm
+FromRunZygote = RankForked | RankExited | AgentExited | RunOver
+
+
+class Spawn(Message, frozen=True):
+    """Agent to run zygote: fork a rank with this environment (torchrun's contract)."""
+
+    local_rank: int
+    rank: int
+    environment: dict[str, str]
+
+
+class StopRanks(Message, frozen=True):
+    """Agent to run zygote: a generation is over, end its ranks; answered by their :class:`RankExited`."""
+
+
+FromAgent = Spawn | StopRanks
+ToAgent = RankForked | RankExited
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+class CellStarted(Message, frozen=True):
+    """Rank to runner: the cell's own code begins."""
+
+
+class CellFinished(Message, frozen=True):
+    """Rank to runner: the cell ran to its end."""
+
+    left_out: list[LeftOut] = []
+
+
+class CellFailed(Message, frozen=True):
+    """Rank to runner: the cell ended with an exception."""
+
+    report: FailureReport
+    left_out: list[LeftOut] = []
+
+
+class RankDisplay(Message, frozen=True):
+    """Rank to runner: see :class:`Display`."""
+
+    kind: str
+    content: bytes
+
+
+class RankInput(Message, frozen=True):
+    """Rank to runner: see :class:`InputRequest`."""
+
+    prompt: str
+    password: bool = False
+
+
+class RankHome(Message, frozen=True):
+    """Rank 0 to runner: what comes home; the parcel comes as a descriptor."""
+
+    size_bytes: int
+    not_home: list[tuple[str, str]] = []
+    unwrapped: list[str] = []
+
+
+class HomeFailed(Message, frozen=True):
+    """Rank 0 to runner: nothing can come home, and why."""
+
+    reason: str
+
+
+FromRank = CellStarted | CellFinished | CellFailed | RankDisplay | RankInput | RankHome | HomeFailed
+
+
+class Exit(Message, frozen=True):
+    """Runner to rank: everything is said, end."""
+
+
+class AbortCollectives(Message, frozen=True):
+    """Runner to rank: whatever collective the cell waits in will not complete; break it off."""
+
+
+class Rescue(Message, frozen=True):
+    """Runner to rank 0: pack what comes home now, whatever the cell is doing."""
+
+
+class PackAgain(Message, frozen=True):
+    """Runner to rank 0: see :class:`HomeRefused`."""
+
+    exclude: list[str]
+
+
+class InputLine(Message, frozen=True):
+    """Runner to rank: see :class:`InputReply`."""
+
+    text: str | None
+
+
+ToRank = Exit | AbortCollectives | Rescue | PackAgain | InputLine
+
+# -- channels --------------------------------------------------------------------------------------------------------
+
+M = TypeVar("M")
+_HEADER = struct.Struct("<IH")
+_MAX_DESCRIPTORS = 16
+_CHUNK_BYTES = 256 * 1024
+
+
+class ChannelClosedError(ConnectionError):
+    """The other end of a channel has gone."""
+
+
+class Channel(Generic[M]):
+    """Messages and descriptors over a Unix stream socket.
+
+    Args:
+        sock: A connected ``AF_UNIX`` stream socket; owned from now on.
+        receives: The union of messages that may arrive.
+
+    Sending is safe from several threads; receiving is for one thread.
+    """
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        self._sock = sock
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(receives)
+        self._lock = threading.Lock()
+        self._pending = bytearray()
+        self._descriptors: list[int] = []
+
+    @classmethod
+    def pair(cls) -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; descriptors are duplicated into the other process.
+
+        Raises:
+            ChannelClosedError: if the other end has gone.
+        """
+        payload = msgspec.msgpack.encode(message)
+        data = memoryview(_HEADER.pack(len(payload), len(descriptors)) + payload)
+        with self._lock:
+            try:
+                sent = socket.send_fds(self._sock, [data], list(descriptors)) if descriptors else self._sock.send(data)
+                if sent < len(data):
+                    self._sock.sendall(data[sent:])
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ChannelClosedError("the other process has ended") from error
+
+    def receive(self) -> tuple[M, list[int]]:
+        """Wait for one message.
+
+        Raises:
+            ChannelClosedError: at the end of the stream.
+        """
+        while True:
+            message = self._next()
+            if message is not None:
+                return message
+            if not self._read(0):
+                raise ChannelClosedError("the other process has ended")
+
+    def receive_available(self) -> Iterable[tuple[M, list[int]]]:
+        """Yield what has arrived, without waiting.
+
+        Raises:
+            ChannelClosedError: at the end of the stream, after the last message.
+        """
+        open_ended = True
+        with contextlib.suppress(BlockingIOError):
+            while open_ended:
+                open_ended = self._read(socket.MSG_DONTWAIT)
+        while (message := self._next()) is not None:
+            yield message
+        if not open_ended:
+            raise ChannelClosedError("the other process has ended")
+
+    def close(self) -> None:
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors.clear()
+        self._sock.close()
+
+    def _read(self, flags: int) -> bool:
+        try:
+            data, descriptors = _receive_with_descriptors(self._sock, flags)
+        except ConnectionResetError:
+            return False
+        self._pending += data
+        self._descriptors += descriptors
+        return bool(data)
+
+    def _next(self) -> tuple[M, list[int]] | None:
+        if len(self._pending) < _HEADER.size:
+            return None
+        size, num_descriptors = _HEADER.unpack_from(self._pending)
+        end = _HEADER.size + size
+        if len(self._pending) < end:
+            return None
+        message = self._decoder.decode(memoryview(self._pending)[_HEADER.size : end].tobytes())
+        del self._pending[:end]
+        descriptors, self._descriptors = self._descriptors[:num_descriptors], self._descriptors[num_descriptors:]
+        return message, descriptors
+
+
+def _receive_with_descriptors(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
+    descriptors = array.array("i")
+    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * descriptors.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(_CHUNK_BYTES, space, flags | socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return data, list(descriptors)
