@@ -1,8 +1,8 @@
 """Parsing and compiling pieces of a cell, and the global names that compiled code uses."""
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import dis
 import functools

@@ -94,18 +94,22 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def capture_random() -> dict[str, Any]:
-    """The states of ``random``, and of numpy and torch where they are imported."""
+    """The states of ``random``, and of numpy and torch where they are imported; all as plain values and bytes.
+
+    Loading them must not import a library that the other side has not imported.
+    """
     states: dict[str, Any] = {"random": random.getstate()}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and hasattr(numpy, "random"):
-        states["numpy"] = numpy.random.get_state()
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (name, keys.tobytes(), *rest)
     else:
         # Forked ranks would share the state that the zygote happened to have; a fresh seed is what a new process has.
         states["numpy_seed"] = int.from_bytes(os.urandom(4), "little")
     if torch is not None and hasattr(torch, "get_rng_state"):
-        states["torch"] = torch.get_rng_state()
+        states["torch"] = bytes(torch.get_rng_state().tolist())
         if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
+            states["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
     return states
 
 
@@ -116,15 +120,22 @@ def apply_random(states: dict[str, Any], *, only_imported: bool = False) -> None
         import numpy as np
 
         if "numpy" in states:
-            np.random.set_state(states["numpy"])
+            name, keys, *rest = states["numpy"]
+            np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
         else:
             np.random.seed(states["numpy_seed"])
     if "torch" in states and ("torch" in sys.modules or not only_imported):
         import torch
 
-        torch.set_rng_state(states["torch"])
+        torch.set_rng_state(_byte_tensor(states["torch"]))
         if "cuda" in states and torch.cuda.is_available() and (torch.cuda.is_initialized() or not only_imported):
-            torch.cuda.set_rng_state(states["cuda"])
+            torch.cuda.set_rng_state(_byte_tensor(states["cuda"]))
+
+
+def _byte_tensor(data: bytes) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 # -- settings of libraries -------------------------------------------------------------------------------------------

@@ -19,35 +19,32 @@ from typing import Any
 
 _MARK = "_taas_rehearses"
 
-#: What torch, Lightning and Accelerate say where code wants CUDA and there is none. The second half is said only by
-#: builds of torch that have CUDA, on a machine that has not.
-_WANTS_CUDA = re.compile(
-    "|".join(
-        (
-            r"not compiled with CUDA enabled",
-            r"compiled without CUDA support",
-            r"requires CUDA support",
-            r"module 'torch\._C' has no attribute '_(?:cuda|nccl)_?\w+'",
-            r"(?:module|cannot import name) .*ProcessGroupNCCL",
-            r"have NCCL built in",
-            r"Tried to instantiate dummy base class (?:Event|Stream|CUDAGraph)",
-            r"Cannot get CUDA generator",
-            r"Cannot access accelerator device when none is available",
-            r"NVTX functions not installed",
-            r"Attempting to deserialize object on a CUDA device",
-            r"SyncBatchNorm expected input tensor to be on",
-            r"FSDP needs a non-CPU accelerator device",
-            r"No device associated with the default pg",
-            r"`CUDAAccelerator` can not run on your system",
-            r"No supported gpu backend found",
-            r"Found no NVIDIA driver",
-            r"No CUDA GPUs are available",
-            r"no CUDA-capable device is detected",
-            r"no GPUs found",
-            r"Unexpected error from cudaGetDeviceCount",
-        )
-    )
+#: What torch, Lightning and Accelerate say where code wants CUDA and there is none. The last ones are said only by a
+#: torch that has CUDA, on a machine that has not.
+_WANTS_CUDA_TEXTS = (
+    r"not compiled with CUDA enabled",
+    r"compiled without CUDA support",
+    r"requires CUDA support",
+    r"module 'torch\._C' has no attribute '_(?:cuda|nccl)_?\w+'",
+    r"(?:module|cannot import name) .*ProcessGroupNCCL",
+    r"have NCCL built in",
+    r"Tried to instantiate dummy base class (?:Event|Stream|CUDAGraph)",
+    r"Cannot get CUDA generator",
+    r"Cannot access accelerator device when none is available",
+    r"NVTX functions not installed",
+    r"Attempting to deserialize object on a CUDA device",
+    r"SyncBatchNorm expected input tensor to be on",
+    r"FSDP needs a non-CPU accelerator device",
+    r"No device associated with the default pg",
+    r"`CUDAAccelerator` can not run on your system",
+    r"No supported gpu backend found",
+    r"Found no NVIDIA driver",
+    r"No CUDA GPUs are available",
+    r"no CUDA-capable device is detected",
+    r"no GPUs found",
+    r"Unexpected error from cudaGetDeviceCount",
 )
+_WANTS_CUDA = re.compile("|".join(_WANTS_CUDA_TEXTS))
 
 _NOTE = """\
 taas: this run rehearses on CPU, and the code above asks for a GPU by name.

@@ -9,7 +9,9 @@ does is refused at start, so that it is noticed here and not in a hung rank.
 
 from __future__ import annotations
 
+import atexit
 import gc
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -42,6 +44,8 @@ def main() -> None:
 
 
 def _import_what_ranks_use() -> None:
+    import getpass  # noqa: F401
+    import numpy.random  # noqa: F401
     import torch  # noqa: F401 - imported here so that no rank has to
     import torch.distributed  # noqa: F401
     import torch.nn.parallel  # noqa: F401
@@ -53,6 +57,10 @@ def _import_what_ranks_use() -> None:
     from taas_magic.rank.shell import prepare_shell
 
     prepare_shell()
+    # What imports registered for the end of this process is not for the ranks to run, eight times; but they have
+    # to end their own child processes.
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
 
 
 def _count_gpus() -> int:

@@ -169,6 +169,8 @@ class Run:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def _hear_run_zygote(self) -> None:
+        if self.over:
+            return
         try:
             for message, _ in self._link.channel.receive_available():
                 if isinstance(message, RankForked):
@@ -190,8 +192,7 @@ class Run:
     def _rank_exited(self, message: RankExited) -> None:
         rank = self._link.ranks[message.rank]
         # What it said before its end counts: it may have failed, or be done, in good order.
-        if rank.channel is not None:
-            self._hear_rank(rank)
+        self._hear_rank(rank)
         self._read_pipes(rank)
         hint = death_hint(message.exit_code, oom_kills() - self._oom_kills)
         self._do(self.state.rank_exited(message.rank, message.exit_code, hint, time.monotonic()))
@@ -217,7 +218,9 @@ class Run:
         self.send_output()
 
     def _hear_rank(self, rank: RankLink) -> None:
-        assert rank.channel is not None
+        if rank.channel is None:
+            # Something that was handled earlier in the same turn has closed it.
+            return
         channel: Channel[object] = rank.channel  # type: ignore[assignment]
         try:
             for message, descriptors in channel.receive_available():

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -74,19 +75,27 @@ class Server:
         self._ending: list[Run] = []
         self._logs: OrderedDict[str, tuple[OutputLog, int]] = OrderedDict()
         self._stop = False
+        self._kernel_has_ended = False
 
     def serve(self) -> None:
         """Serve until the kernel ends or says so."""
+        keep_directory = False
         try:
             while not self._stop:
                 self._turn()
+        except Exception:
+            # The kernel reads the log, shows its end and removes the directory.
+            traceback.print_exc()
+            keep_directory = not self._kernel_has_ended
+            raise
         finally:
             for run in [*self._ending, *([self._run] if self._run else [])]:
                 run.abandon()
             self._zygote.channel.close()
             with contextlib.suppress(Exception):
                 self._zygote.process.wait(timeout=5)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            if not keep_directory:
+                shutil.rmtree(self._directory, ignore_errors=True)
 
     def _turn(self) -> None:
         poller = zmq.Poller()
@@ -123,7 +132,7 @@ class Server:
         return run.over and run.is_told
 
     def _kernel_ended(self) -> None:
-        self._stop = True
+        self._stop = self._kernel_has_ended = True
 
     # -- the zygote ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from taas_magic.namespace.names import CellNames, globals_of_code, names_of_cell
 
@@ -19,11 +21,9 @@ Transform = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def transform() -> Iterator[Transform]:
-    # Not the process-wide shell: nothing of it outlives this module.
-    shell = InteractiveShell()
+    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     yield shell.transform_cell
-    shell.history_manager.end_session()
-    InteractiveShell.clear_instance()
+    shell.restore_sys_module_state()  # the shell has put a module of its own in the place of __main__
 
 
 # cell, needed, maybe, bound; names are separated by blanks, needed ones are in order of first use
@@ -89,8 +89,10 @@ BRANCHES = {
     "with that swallows": ("with contextlib.suppress(E):\n    x = f()\nx", "contextlib E f x", "", "x"),
     "raise in with": ("with a:\n    raise E\nx", "a E x", "", ""),
     "match captures": (
-        "match p:\n    case [x, *rest]:\n        x, rest\n    case {'k': v, **more}:\n        v, more\n"
-        "    case Point(a=z) as q:\n        z, q\nx",
+        (
+            "match p:\n    case [x, *rest]:\n        x, rest\n    case {'k': v, **more}:\n        v, more\n"
+            "    case Point(a=z) as q:\n        z, q\nx"
+        ),
         "p Point x",
         "",
         "x rest v more z q",
@@ -254,7 +256,7 @@ def test_globals_of_code() -> None:
         def inner() -> Any:
             return own + nested.value  # type: ignore[name-defined]  # noqa: F821  # never called
 
-        stored = [free for _ in range(own)]  # type: ignore[name-defined]  # noqa: F821, F841  # never called
+        stored = [free for _ in range(own)]  # type: ignore[name-defined]  # noqa: F821  # never called
         return inner, Local
 
     names = globals_of_code(function.__code__)
@@ -344,10 +346,8 @@ def test_whatever_is_read_from_outside_is_found(program: str, values: list[int])
     setup = {"__builtins__": __builtins__, "__name__": "__main__"}
     recording.update(setup)
     exec("from contextlib import suppress", recording)
-    try:
+    with contextlib.suppress(Exception):  # a deleted name, say: what was read until then counts
         exec(compile(program, "<program>", "exec"), recording)
-    except Exception:
-        pass  # a name that was deleted, a sum of an exception and a number: what was read until then counts
     found = names_of_cell(program, lambda source: source)
     assert recording.read <= {*found.needed, *found.maybe}
     touched = {name for name in "abcdefg" if name in recording or name in recording.gone}
