@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,17 +160,29 @@ def _capture_torch() -> dict[str, Any]:
 
 
 def _apply_torch(settings: dict[str, Any]) -> None:
+    """Set what differs; setting a value anew can be dear (torch imports its compiler to be told about determinism)."""
     if not settings:
         return
     import torch
 
-    torch.set_default_dtype(settings["default_dtype"])
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
-    torch.set_float32_matmul_precision(settings["matmul_precision"])
-    torch.set_grad_enabled(settings["grad_enabled"])
-    torch.set_printoptions(**settings["print_options"])
-    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
-    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    current = _capture_torch()
+    changed = {name: value for name, value in settings.items() if current[name] != value}
+    for name, value in changed.items():
+        if name in _TORCH_SETTERS:
+            _TORCH_SETTERS[name](torch, value)
+    if "deterministic" in changed or "deterministic_warn_only" in changed:
+        warn_only = settings["deterministic_warn_only"]
+        torch.use_deterministic_algorithms(settings["deterministic"], warn_only=warn_only)
+
+
+_TORCH_SETTERS: dict[str, Callable[[Any, Any], Any]] = {
+    "default_dtype": lambda torch, value: torch.set_default_dtype(value),
+    "matmul_precision": lambda torch, value: torch.set_float32_matmul_precision(value),
+    "grad_enabled": lambda torch, value: torch.set_grad_enabled(value),
+    "print_options": lambda torch, value: torch.set_printoptions(**value),
+    "cudnn_benchmark": lambda torch, value: setattr(torch.backends.cudnn, "benchmark", value),
+    "cudnn_deterministic": lambda torch, value: setattr(torch.backends.cudnn, "deterministic", value),
+}
 
 
 def _numpy_print_options() -> dict[str, Any] | None:

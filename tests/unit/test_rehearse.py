@@ -78,7 +78,7 @@ def _refuses_twice() -> None:
     with pytest.raises(ValueError, match="twice"):
         dist.init_process_group("nccl")
     with pytest.raises(TypeError, match="no_such_argument"):
-        dist.init_process_group("nccl", no_such_argument=1)
+        dist.init_process_group("nccl", no_such_argument=1)  # type: ignore[call-arg]  # the mistake is under test
 
 
 def _refuses_an_unknown_backend() -> None:
@@ -123,7 +123,7 @@ def _shards_on_a_mesh() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cuda", (2,))
-    tensor = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    tensor: Any = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     assert tensor.to_local().shape == (2,)
     assert tensor.sum().full_tensor().item() == 6.0
 
@@ -399,7 +399,11 @@ class _Deadline:
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         import threading
 
-        self._timer = threading.Timer(DEADLINE_S, lambda: [process.kill() for process in processes])
+        def kill() -> None:
+            for process in processes:
+                process.kill()
+
+        self._timer = threading.Timer(DEADLINE_S, kill)
         self._timer.start()
 
     def cancel(self) -> None:
