@@ -20,7 +20,7 @@ import taas._place
 from taas_magic.namespace import process_state
 from taas_magic.namespace.pack import ReceivedNamespace, load_namespace
 from taas_magic.namespace.track import Tracker
-from taas_magic.rank import landlock, output, rehearse, shell
+from taas_magic.rank import landlock, meeting, output, rehearse, shell
 from taas_magic.rank.control import Control, Homebringer
 from taas_magic.rank.failure import Explain, missing_name_hint, report_failure
 from taas_magic.rank.writes import WriteGuard
@@ -76,7 +76,7 @@ class _Rank:
     def run(self, control_socket: socket.socket) -> bool:
         self._set_identity()
         self._guard_writes()
-        self._rehearse()
+        self._prepare_torch()
         control = Control(control_socket)
         signal.signal(signal.SIGINT, control.on_interrupt)
         shell.configure(
@@ -139,7 +139,8 @@ class _Rank:
         self._guard.install(self._spawn.rank, Path(self._task.project), enforced=is_enforced)
         self._explanations.append(self._guard.explain)
 
-    def _rehearse(self) -> None:
+    def _prepare_torch(self) -> None:
+        meeting.number_meetings()
         if self._task.rehearse:
             rehearse.install()
             self._explanations.append(rehearse.explain)
