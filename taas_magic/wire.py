@@ -181,12 +181,30 @@ class ReadStatus(Message, frozen=True):
     """Asks what the runner is doing."""
 
 
+class Preload(Message, frozen=True):
+    """Names modules that the notebook has imported from installed packages: ranks will want them imported already."""
+
+    modules: list[str]
+    #: The kernel's environment, as ranks would get it; a preloaded zygote serves only runs with the same one.
+    environment: dict[str, str]
+
+
 class Shutdown(Message, frozen=True):
     """Ends the runner and everything it started."""
 
 
 ToRunner = (
-    Hello | Submit | Interrupt | OutputTaken | HomeTaken | HomeRefused | InputReply | ReadLog | ReadStatus | Shutdown
+    Hello
+    | Submit
+    | Interrupt
+    | OutputTaken
+    | HomeTaken
+    | HomeRefused
+    | InputReply
+    | ReadLog
+    | ReadStatus
+    | Preload
+    | Shutdown
 )
 
 # -- runner to kernel ------------------------------------------------------------------------------------------------
@@ -321,6 +339,27 @@ class StartRun(Message, frozen=True):
     run_id: str
 
 
+class ForkPreloaded(Message, frozen=True):
+    """Runner to zygote: fork a zygote with more imports; its socket comes as a descriptor."""
+
+    modules: list[str]
+    environment: dict[str, str]
+
+
+class Preloaded(Message, frozen=True):
+    """Preloaded zygote to runner: its imports are done."""
+
+    modules: list[str]
+    seconds: float
+
+
+class PreloadRefused(Message, frozen=True):
+    """Preloaded zygote to runner, before it ends: this module makes a process that cannot be forked safely."""
+
+    module: str
+    reason: str
+
+
 class RunTask(Message, frozen=True):
     """Runner to run zygote: the task; the parcel comes as a descriptor. Starts the agent."""
 
@@ -345,7 +384,7 @@ class EndRun(Message, frozen=True):
     """Runner to run zygote: kill whatever is left of the run, and end."""
 
 
-ToZygote = StartRun
+ToZygote = StartRun | ForkPreloaded
 ToRunZygote = RunTask | RankDescriptors | SignalRanks | EndRun
 
 
@@ -373,7 +412,7 @@ class RunOver(Message, frozen=True):
     """Run zygote to runner: no process of the run is left."""
 
 
-FromZygote = Warm
+FromZygote = Warm | Preloaded | PreloadRefused
 FromRunZygote = RankForked | RankExited | AgentExited | RunOver
 
 

@@ -40,6 +40,7 @@ class RunnerProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="taas-", dir=parent))
         self._token = secrets.token_hex(32)
         self._socket: Any = None
+        self._is_welcome = False
         self._decoder: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
         self._log: IO[bytes] = (self.directory / "runner.log").open("wb")
         self.ready: Ready | None = None
@@ -85,15 +86,9 @@ class RunnerProcess:
             RunnerLostError: if the runner does not answer.
             VersionMismatchError: if the two sides could not read each other's pickles.
         """
-        if self._socket is not None:
+        if self._is_welcome:
             return
-        import zmq
-
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(f"ipc://{self.directory}/runner.sock")
-        self.send(Hello(self._token, own_versions()))
+        self.greet()
         answer = self.wait_for((Welcome, Denied), _HANDSHAKE_S)
         if isinstance(answer, Denied):
             if answer.reason.startswith("versions differ"):
@@ -103,6 +98,19 @@ class RunnerProcess:
                     do="restart the kernel if packages were upgraded while it ran",
                 )
             raise RunnerLostError.of(f"the runner refused the connection: {answer.reason}")
+        self._is_welcome = True
+
+    def greet(self) -> None:
+        """Open the connection without waiting for the answer."""
+        if self._socket is not None:
+            return
+        import zmq
+
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(f"ipc://{self.directory}/runner.sock")
+        self.send(Hello(self._token, own_versions()))
 
     def send(self, message: Message) -> None:
         self._socket.send(msgspec.msgpack.encode(message))

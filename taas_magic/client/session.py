@@ -13,7 +13,7 @@ from taas_magic.client.runner_process import RunnerProcess
 from taas_magic.errors import PlacementError, RunnerLostError, TaasError
 from taas_magic.pragma import Pragma
 from taas_magic.settings import Settings
-from taas_magic.wire import Denied, LogPiece, ReadLog, ReadStatus, Ready, Status
+from taas_magic.wire import Denied, LogPiece, Preload, ReadLog, ReadStatus, Ready, Status
 
 _WARM_UP_S = 300.0
 _ANSWER_S = 10.0
@@ -73,6 +73,12 @@ class Session:
                 view.notice("warming up: importing torch once, for all runs of this notebook ...")
             if waited > _WARM_UP_S:
                 raise RunnerLostError.of(f"the zygote did not get warm within {_WARM_UP_S:.0f} s\n{runner.log_tail()}")
+
+    def preload(self, modules: list[str], environment: dict[str, str]) -> None:
+        """Let the runner import what the notebook has imported; does not wait."""
+        if self._runner is not None and self._runner.is_alive:
+            self._runner.greet()
+            self._runner.send(Preload(modules, environment))
 
     def close(self) -> None:
         """End the runner and everything it started."""

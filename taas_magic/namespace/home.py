@@ -16,6 +16,9 @@ from taas_magic.namespace.blocks import IncomingBlocks, view_of_memory
 from taas_magic.namespace.pack import PackedNamespace
 from taas_magic.namespace.rebuild import Loading, loading
 
+#: Smaller blocks are copied out of the parcel: a loss of four bytes must not keep a gigabyte of weights mapped.
+_COPY_BELOW_BYTES = 1024 * 1024
+
 
 class HomeLoadError(Exception):
     """A record cannot be loaded in this process; rank 0 has to leave it out.
@@ -79,7 +82,7 @@ def load_homecoming(fd: int, packed: PackedNamespace, main: dict[str, Any]) -> H
     home = Homecoming(_incoming=incoming)
     buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]
     unpickler = _HomeUnpickler(io.BytesIO(incoming.stream), packed.origins, buffers)
-    with loading(Loading(incoming, main, packed.blocks)):
+    with loading(Loading(incoming, main, packed.blocks, copy_below_bytes=_COPY_BELOW_BYTES)):
         for label, _ in incoming.manifest.records:
             try:
                 value = unpickler.load()

@@ -23,17 +23,31 @@ class Loading:
     """The context in which a stream is read: its blocks, the reader's own blocks, and the global namespace."""
 
     def __init__(
-        self, incoming: IncomingBlocks, main: dict[str, Any], own_blocks: list[OutgoingBlock] | None = None
+        self,
+        incoming: IncomingBlocks,
+        main: dict[str, Any],
+        own_blocks: list[OutgoingBlock] | None = None,
+        *,
+        copy_below_bytes: int = 0,
     ) -> None:
         self.incoming = incoming
         self.main = main
         self.own_blocks = own_blocks or []
+        self._copy_below_bytes = copy_below_bytes
+        self._copies: dict[int, memoryview] = {}
         self._own_storages: dict[int, Any] = {}
+
+    def view(self, reference: int) -> memoryview:
+        """The bytes of an incoming block; a copy of a small one, which then does not keep the whole parcel mapped."""
+        view = self.incoming.view(reference)
+        if len(view) >= self._copy_below_bytes:
+            return view
+        return self._copies.setdefault(reference, memoryview(bytearray(view)))
 
     def memory(self, reference: int) -> tuple[memoryview, int]:
         """The bytes of a block and the offset, from its owner's start, of the first of them."""
         if reference >= 0:
-            return self.incoming.view(reference), self.incoming.extent(reference).start
+            return self.view(reference), self.incoming.extent(reference).start
         block = self.own_blocks[-1 - reference]
         return view_of_memory(block.address, block.nbytes), 0
 
@@ -42,7 +56,7 @@ class Loading:
         import torch
 
         if reference >= 0:
-            view = self.incoming.view(reference)
+            view = self.view(reference)
             return torch.frombuffer(view, dtype=torch.uint8).untyped_storage() if len(view) else torch.UntypedStorage(0)
         storage = self._own_storages.get(reference)
         if storage is None:

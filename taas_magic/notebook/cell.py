@@ -60,6 +60,15 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     _conclude(view, outcome, pragma)
 
 
+def number_of_cell(shell: InteractiveShell) -> int:
+    """The number in front of the running cell.
+
+    ``execution_count`` is that number in older IPython, and from IPython 9 on the next cell's; the history agrees in all.
+    """
+    history = shell.history_manager
+    return shell.execution_count if history is None else len(history.input_hist_raw) - 1
+
+
 def _refuse_unsupported(pragma: Pragma) -> None:
     if pragma.cpus is not None or pragma.units is not None:
         flag = "--cpus" if pragma.cpus is not None else "--units"
@@ -70,12 +79,18 @@ def _refuse_unsupported(pragma: Pragma) -> None:
         )
 
 
-def _environment(pragma: Pragma) -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
+    """The environment that ranks get, before an environment file and torchrun's variables are added."""
     environment = process_state.scrubbed(dict(os.environ))
-    if pragma.env_file is not None:
-        environment.update(read_env_file(Path(pragma.env_file).expanduser(), environment))
     # The ranks of one machine need no interface that others can reach.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _environment(pragma: Pragma) -> dict[str, str]:
+    environment = rank_environment()
+    if pragma.env_file is not None:
+        environment.update(read_env_file(Path(pragma.env_file).expanduser(), environment))
     return environment
 
 
@@ -119,7 +134,7 @@ def _request(
     task = CellTask(
         run_id=new_run_id(),
         source=parsed.code,
-        execution_count=shell.execution_count,
+        execution_count=number_of_cell(shell),
         num_ranks=place.num_ranks,
         project=str(settings.project.directory),
         writable=[str(path) for path in settings.project.writable],

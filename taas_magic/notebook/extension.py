@@ -11,7 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.session import Session
 from taas_magic.errors import PragmaError
-from taas_magic.notebook.cell import run_cell
+from taas_magic.notebook.cell import rank_environment, run_cell
+from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
 from taas_magic.pragma import ParsedCell, parse_cell, parse_magic_cell
 
@@ -26,6 +27,8 @@ class Extension:
         self.shell = shell
         self.session = Session()
         self._is_transforming = True
+        #: What the runner was last told to preload.
+        self._preloaded: tuple[list[str], dict[str, str]] | None = None
         self._replaced_magics: dict[tuple[str, str], Any] = {}
 
     def install(self) -> None:
@@ -40,12 +43,15 @@ class Extension:
             table = self.shell.magics_manager.magics[kind]
             self._replaced_magics[kind, name] = table.get(name)
             self.shell.register_magic_function(function, kind, name)
+        self.shell.events.register("post_run_cell", self.preload)
         self.session.warm_up()
 
     def remove(self) -> None:
         """Undo :meth:`install` and end the runner."""
         with contextlib.suppress(ValueError):
             self.shell.input_transformers_cleanup.remove(self.transform)
+        with contextlib.suppress(ValueError):
+            self.shell.events.unregister("post_run_cell", self.preload)
         for (kind, name), previous in self._replaced_magics.items():
             table = self.shell.magics_manager.magics[kind]
             if previous is None:
@@ -107,6 +113,13 @@ class Extension:
                 error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
             raise
 
+    def preload(self, *_: Any) -> None:
+        """After each cell: tell the runner of what the notebook has newly imported."""
+        wanted = installed_modules(self.shell.user_ns), rank_environment()
+        if wanted[0] and wanted != self._preloaded:
+            self._preloaded = wanted
+            self.session.preload(*wanted)
+
     # -- the cell that loads us ----------------------------------------------------------------------------------
 
     def take_over_current_cell(self) -> None:
@@ -127,9 +140,9 @@ class Extension:
 
     def _current_source(self) -> str | None:
         history = self.shell.history_manager
-        if history is None or len(history.input_hist_raw) <= self.shell.execution_count:
+        if history is None:
             return None
-        source: str = history.input_hist_raw[self.shell.execution_count]
+        source: str = history.input_hist_raw[-1]
         return source if "load_ext" in source else None
 
 

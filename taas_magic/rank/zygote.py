@@ -13,6 +13,7 @@ import atexit
 import gc
 import multiprocessing.util
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,8 +21,10 @@ import time
 
 import setproctitle
 
-from taas_magic.rank import processes
-from taas_magic.wire import Channel, ChannelClosedError, StartRun, ToZygote, Warm
+from taas_magic.rank import preload, processes
+from taas_magic.wire import Channel, ChannelClosedError, ForkPreloaded, StartRun, ToZygote, Warm
+
+_REAP_EVERY_S = 1.0
 
 
 def main() -> None:
@@ -81,14 +84,19 @@ def _count_gpus() -> int:
 
 def _serve(channel: Channel[ToZygote]) -> None:
     while True:
+        # Wake now and then while there are children, so that none stays a zombie until the next run.
+        while not select.select([channel], [], [], _REAP_EVERY_S if processes.children_of(os.getpid()) else None)[0]:
+            processes.reap()
         try:
             message, descriptors = channel.receive()
         except ChannelClosedError:
             processes.kill_descendants()
             return
         processes.reap()
-        assert isinstance(message, StartRun)
-        _fork_run_zygote(channel, message.run_id, descriptors[0])
+        if isinstance(message, StartRun):
+            _fork_run_zygote(channel, message.run_id, descriptors[0])
+        else:
+            _fork_preloaded(channel, message, descriptors[0])
 
 
 def _fork_run_zygote(channel: Channel[ToZygote], run_id: str, control_fd: int) -> None:
@@ -104,6 +112,21 @@ def _fork_run_zygote(channel: Channel[ToZygote], run_id: str, control_fd: int) -
         finally:
             os._exit(status)
     os.close(control_fd)
+
+
+def _fork_preloaded(channel: Channel[ToZygote], order: ForkPreloaded, socket_fd: int) -> None:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            channel.close()
+            processes.die_with_parent(parent)
+            preload.serve_preloaded(Channel(socket.socket(fileno=socket_fd), ToZygote), order, _serve)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(socket_fd)
 
 
 if __name__ == "__main__":

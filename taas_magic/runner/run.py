@@ -248,6 +248,9 @@ class Run:
             self._announce_home(message, descriptors[0])
         elif isinstance(message, HomeFailed):
             self._do(self.state.home_failed(message.reason, now))
+        elif isinstance(message, RankInput) and rank.rank != 0:
+            # Which rank asks could not be seen in a front end; the rank raises EOFError.
+            rank.send(InputLine(None))
         elif isinstance(message, RankInput):
             self._read_pipes(rank)
             self._send(InputRequest(self.id, rank.rank, message.prompt, message.password))

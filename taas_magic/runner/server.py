@@ -22,6 +22,7 @@ import setproctitle
 import zmq
 
 from taas_magic.runner.output_log import OutputLog
+from taas_magic.runner.preloading import Preloading
 from taas_magic.runner.run import Run, Source
 from taas_magic.runner.zygote_link import ZygoteLink
 from taas_magic.versions import mismatch, own_versions
@@ -31,6 +32,7 @@ from taas_magic.wire import (
     Hello,
     LogPiece,
     Message,
+    Preload,
     ReadLog,
     ReadStatus,
     Ready,
@@ -70,6 +72,7 @@ class Server:
         self._client: bytes | None = None
         self._zygote = ZygoteLink()
         self._zygote_is_heard = True
+        self._preloading = Preloading(self._zygote)
         self._ready: Ready | None = None
         self._run: Run | None = None
         self._ending: list[Run] = []
@@ -117,11 +120,15 @@ class Server:
                 self._ending.append(self._run)
                 self._run = None
         self._ending = [run for run in self._ending if not self._forget(run)]
+        is_idle = self._ready is not None and self._run is None and not self._ending
+        self._preloading.advance(is_idle=is_idle)
 
     def _sources(self) -> list[Source]:
         sources = [Source(self._kernel, self._kernel_ended)]
         if self._zygote_is_heard:
             sources.append(Source(self._zygote.channel.fileno(), self._hear_zygote))
+        if self._preloading.fileno is not None:
+            sources.append(Source(self._preloading.fileno, self._preloading.hear))
         for run in (self._run, *self._ending):
             if run is not None:
                 sources += run.sources()
@@ -186,6 +193,8 @@ class Server:
             self._send_log(message)
         elif isinstance(message, ReadStatus):
             self._send(self._status())
+        elif isinstance(message, Preload):
+            self._preloading.want(message)
         elif isinstance(message, Shutdown):
             self._stop = True
         else:
@@ -219,7 +228,8 @@ class Server:
         run_directory = self._directory / f"run-{run_id}"
         run_directory.mkdir(mode=0o700)
         task = msgspec.structs.replace(submit.task, run_dir=str(run_directory))
-        link = self._zygote.start_run(RunTask(task), parcel_fd)
+        preloaded = self._preloading.fit_for(task.environment)
+        link = self._zygote.start_run(RunTask(task), parcel_fd, preloaded)
         os.close(parcel_fd)
         self._run = Run(submit, link, run_directory, self._send)
         self._keep(self._run)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from taas_magic.wire import (
     Channel,
     ChannelClosedError,
+    ForkPreloaded,
     FromRank,
     FromRunZygote,
     FromZygote,
@@ -46,16 +47,34 @@ class ZygoteLink:
         theirs.close()
         self.channel: Channel[FromZygote] = Channel(ours, FromZygote)
 
-    def start_run(self, task: RunTask, parcel_fd: int) -> RunLink:
+    def fork_preloaded(self, modules: list[str], environment: dict[str, str]) -> PreloadedZygote:
+        """Fork a zygote that imports more."""
+        ours, theirs = Channel.pair()
+        self.channel.send(ForkPreloaded(modules, environment), (theirs.fileno(),))
+        theirs.close()
+        return PreloadedZygote(Channel(ours, FromZygote), modules, environment)
+
+    def start_run(self, task: RunTask, parcel_fd: int, preloaded: PreloadedZygote | None = None) -> RunLink:
         """Fork the run's zygote and give it what it needs; ranks follow by themselves."""
         ours, theirs = Channel.pair()
-        self.channel.send(StartRun(task.task.run_id), (theirs.fileno(),))
+        zygote = self.channel if preloaded is None else preloaded.channel
+        zygote.send(StartRun(task.task.run_id), (theirs.fileno(),))
         theirs.close()
         run = RunLink(Channel(ours, FromRunZygote), [])
         for rank in range(task.task.num_ranks):
             run.ranks.append(_connect_rank(run.channel, rank))
         run.channel.send(task, (parcel_fd,))
         return run
+
+
+@dataclass
+class PreloadedZygote:
+    """A zygote with more imports; ``is_ready`` once they are done."""
+
+    channel: Channel[FromZygote]
+    modules: list[str]
+    environment: dict[str, str]
+    is_ready: bool = False
 
 
 @dataclass
