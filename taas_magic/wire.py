@@ -162,6 +162,12 @@ class HomeRefused(Message, frozen=True):
     exclude: list[str]
 
 
+class Abandon(Message, frozen=True):
+    """The kernel no longer follows a run (an error on its side): it is ended at once, and nothing comes home."""
+
+    run_id: str
+
+
 class InputReply(Message, frozen=True):
     """What the user typed for an :class:`InputRequest`; None where there is nobody to ask."""
 
@@ -200,6 +206,7 @@ ToRunner = (
     | OutputTaken
     | HomeTaken
     | HomeRefused
+    | Abandon
     | InputReply
     | ReadLog
     | ReadStatus

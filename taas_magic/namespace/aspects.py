@@ -19,7 +19,7 @@ import sys
 import types
 import uuid
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,16 +81,21 @@ def _apply_list(obj: list[Any], values: list[Any]) -> None:
 
 
 def _apply_deque(obj: deque[Any], values: list[Any]) -> None:
-    obj.clear()
-    obj.extend(values)
+    deque.clear(obj)
+    deque.extend(obj, values)
 
 
 def _take_dict(obj: dict[Any, Any], view: View) -> list[tuple[Any, Any]]:
-    return [(view.note(key), view.note(value)) for key, value in list(dict.items(obj))]
+    return [(view.note(key), view.note(value)) for key, value in _items_of(obj)]
+
+
+def _items_of(obj: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """The items, whatever a subclass makes of ``items``; an OrderedDict keeps its order apart from its dict's."""
+    return list(OrderedDict.items(obj) if isinstance(obj, OrderedDict) else dict.items(obj))
 
 
 def _diff_dict(obj: dict[Any, Any], taken: list[tuple[Any, Any]], view: View) -> Any:
-    items = list(dict.items(obj))
+    items = _items_of(obj)
     if len(items) == len(taken) and not any(
         view.differs(old_key, key) or view.differs(old, value)
         for (old_key, old), (key, value) in zip(taken, items, strict=True)
@@ -100,8 +105,11 @@ def _diff_dict(obj: dict[Any, Any], taken: list[tuple[Any, Any]], view: View) ->
 
 
 def _apply_dict(obj: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
-    obj.clear()
-    obj.update(items)
+    # A subclass may mean something else by update: a Counter counts.
+    kind = OrderedDict if isinstance(obj, OrderedDict) else dict
+    kind.clear(obj)
+    for key, value in items:
+        kind.__setitem__(obj, key, value)
 
 
 def _take_set(obj: set[Any], view: View) -> set[Any]:
@@ -113,8 +121,8 @@ def _diff_set(obj: set[Any], taken: set[Any], view: View) -> Any:
 
 
 def _apply_set(obj: set[Any], members: list[Any]) -> None:
-    obj.clear()
-    obj.update(members)
+    set.clear(obj)
+    set.update(obj, members)
 
 
 def _apply_bytearray(obj: bytearray, contents: bytes) -> None:
@@ -198,6 +206,22 @@ def _apply_attributes(obj: Any, payload: tuple[dict[str, Any], list[str]]) -> No
             type.__delattr__(obj, name)
         else:
             object.__delattr__(obj, name)
+
+
+def has_own_state(obj: Any) -> bool:
+    """Whether ``__getstate__`` transforms the attributes: such an object is compared and updated by that state."""
+    return _has_default_pickle(type(obj))
+
+
+def _apply_state(obj: Any, state: Any) -> None:
+    """Do what unpickling does with a state, on an object that exists."""
+    set_state = getattr(obj, "__setstate__", None)
+    if set_state is not None:
+        set_state(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    for name, value in {**(attributes or {}), **(slots or {})}.items():
+        object.__setattr__(obj, name, value)
 
 
 def _is_slot(kind: type, name: str) -> bool:
@@ -310,11 +334,13 @@ CELL = Aspect("cell", _take_cell, lambda obj, taken, view: _diff_sequence(_conte
 ATTRIBUTES = Aspect("attributes", _take_attributes, _diff_attributes, _apply_attributes)
 TENSOR = Aspect("tensor", _take_tensor, _diff_tensor, _apply_tensor)
 ARRAY = Aspect("array", _take_array, _diff_array, _apply_array)
+#: Only carried out: whether the state changed is found by its pickle, like that of objects without any aspect.
+STATE = Aspect("state", lambda obj, view: None, lambda obj, taken, view: SAME, _apply_state)
 GENERATOR = Aspect("generator", lambda obj, view: obj.get_state(), _diff_generator, _apply_generator)
 
 BY_NAME: Mapping[str, Aspect] = {
     aspect.name: aspect
-    for aspect in (ITEMS, ELEMENTS, DEQUE, MEMBERS, BYTES, CELL, ATTRIBUTES, TENSOR, ARRAY, GENERATOR)
+    for aspect in (ITEMS, ELEMENTS, DEQUE, MEMBERS, BYTES, CELL, ATTRIBUTES, STATE, TENSOR, ARRAY, GENERATOR)
 }
 
 
@@ -354,15 +380,18 @@ def aspects_of(obj: Any) -> tuple[Aspect, ...] | None:
     content = next((aspect for base, aspect in _CONTENT_OF_BASE if isinstance(obj, base)), None)
     if content is not None:
         return (content, ATTRIBUTES) if _has_attributes(obj) else (content,)
-    has_default_pickle = (
+    if (_has_default_pickle(kind) or isinstance(obj, types.SimpleNamespace)) and attributes_of(obj) is not None:
+        return (ATTRIBUTES,)
+    return None
+
+
+def _has_default_pickle(kind: type) -> bool:
+    return (
         kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
         and kind not in copyreg.dispatch_table
         and not kind.__flags__ & _IS_C_TYPE_WITHOUT_STATE
     )
-    if has_default_pickle and attributes_of(obj) is not None:
-        return (ATTRIBUTES,)
-    return None
 
 
 #: Immutable (static) types hold state that attributes do not show; heap types made by ``class`` do not have the flag.

@@ -14,7 +14,7 @@ from typing import Any
 from taas_magic.namespace.aspects import BY_NAME
 from taas_magic.namespace.blocks import IncomingBlocks, view_of_memory
 from taas_magic.namespace.pack import PackedNamespace
-from taas_magic.namespace.rebuild import Loading, loading
+from taas_magic.namespace.rebuild import Loading, loading, without_warnings
 
 #: Smaller blocks are copied out of the parcel: a loss of four bytes must not keep a gigabyte of weights mapped.
 _COPY_BELOW_BYTES = 1024 * 1024
@@ -85,7 +85,8 @@ def load_homecoming(fd: int, packed: PackedNamespace, main: dict[str, Any]) -> H
     with loading(Loading(incoming, main, packed.blocks, copy_below_bytes=_COPY_BELOW_BYTES)):
         for label, _ in incoming.manifest.records:
             try:
-                value = unpickler.load()
+                with without_warnings():
+                    value = unpickler.load()
             except Exception as error:
                 raise HomeLoadError(label, f"{type(error).__name__}: {error}") from error
             _sort_in(home, label, value)

@@ -21,7 +21,7 @@ from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, OutgoingB
 from taas_magic.namespace.culprit import Culprit, find_culprit
 from taas_magic.namespace.code_names import globals_of_code
 from taas_magic.namespace.pickler import NamespacePickler
-from taas_magic.namespace.rebuild import Loading, loading
+from taas_magic.namespace.rebuild import Loading, loading, without_warnings
 
 #: Labels of the records that are not names of the notebook; a NUL can be in no identifier.
 STATE_RECORD = "\0state"
@@ -274,7 +274,8 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
     with loading(Loading(incoming, main)):
         for label, _ in incoming.manifest.records:
             try:
-                _, value = unpickler.load()
+                with without_warnings():
+                    _, value = unpickler.load()
             except Exception as error:
                 error.add_note(f"while `{label}` of the notebook was loaded in the rank")
                 raise

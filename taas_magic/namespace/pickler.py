@@ -16,6 +16,7 @@ import io
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,10 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         """Pick the reducer for a type once; instances then cost one dict lookup."""
         if issubclass(kind, (type, types.FunctionType)):
             return super().reducer_override  # type: ignore[no-any-return, unused-ignore]
+        if kind is types.CellType:
+            return _reduce_cell
+        if kind is weakref.ref:
+            return _reduce_weak_reference
         if issubclass(kind, io.TextIOWrapper):
             return self._reduce_file
         if issubclass(kind, types.ModuleType):
@@ -122,10 +127,11 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             return super()._dynamic_function_reduce(func)
         if self._on_function is not None:
             self._on_function(func)
-        code, _, name, defaults, closure = self._function_getnewargs(func)
+        code, _, name, defaults, _ = self._function_getnewargs(func)
         state, slots = cloudpickle_internals._function_getstate(func)
-        slots["__globals__"] = {}
-        arguments = (code, MAIN, name, defaults, closure)
+        # cloudpickle would give every function cells of its own, but functions may share the variables in them.
+        slots["__globals__"], slots["__closure__"] = {}, None
+        arguments = (code, MAIN, name, defaults, func.__closure__)
         return (
             cloudpickle_internals._make_function,
             arguments,
@@ -251,6 +257,19 @@ class _Storage:
 
 def _default(obj: Any) -> Any:
     return NotImplemented
+
+
+def _reduce_cell(cell: types.CellType) -> Any:
+    """Fill the cell when it is there already: what it holds may lead back to the function that it belongs to."""
+    try:
+        contents = (cell.cell_contents,)
+    except ValueError:
+        return rebuild.cell, ()
+    return rebuild.cell, (), contents, None, None, rebuild.set_cell
+
+
+def _reduce_weak_reference(reference: weakref.ref[Any]) -> Any:
+    return rebuild.weak_reference, (reference(), reference.__callback__)
 
 
 def _owner_of(array: Any) -> Any:

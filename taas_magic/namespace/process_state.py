@@ -61,7 +61,7 @@ def capture(environment: dict[str, str]) -> ProcessState:
         random_states=capture_random(),
         torch_settings=_capture_torch(),
         numpy_print_options=_numpy_print_options(),
-        warning_filters=[entry for entry in warnings.filters if _is_by_name(entry)],
+        warning_filters=[_portable_filter(entry) for entry in warnings.filters if _is_by_name(entry)],
         logger_levels=_logger_levels(),
         log_handlers=_log_handlers(),
         argv=list(sys.argv),
@@ -201,6 +201,34 @@ def _is_by_name(entry: Any) -> bool:
     category = entry[2]
     module = sys.modules.get(category.__module__)
     return category.__module__ != "__main__" and getattr(module, category.__qualname__, None) is category
+
+
+def _portable_filter(entry: Any) -> Any:
+    """The filter with a category that can be loaded without the library that defines it.
+
+    Libraries add filters for warnings of their own when they are imported; ranks must not import a library for those.
+    """
+    action, message, category, module, line = entry
+    if category.__module__ != "builtins":
+        category = CategoryNamed(category.__module__, category.__qualname__)
+    return action, message, category, module, line
+
+
+class CategoryNamed:
+    """A warning category known by its name; takes the place of the class in a filter, imported or not.
+
+    ``warnings`` asks a filter's category about the class of a warning with ``issubclass``, which comes here.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+        self.__name__ = name
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return any(base.__module__ == self._module and base.__qualname__ == self._name for base in kind.__mro__)
+
+    def __repr__(self) -> str:
+        return f"<warning category {self._module}.{self._name}>"
 
 
 def _logger_levels() -> dict[str, int]:

@@ -13,6 +13,8 @@ import contextlib
 import functools
 import sys
 import types
+import weakref
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +82,20 @@ def loading(context: Loading) -> Iterator[Loading]:
         _active.pop()
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence what loading an object warns of: a class that its library deprecates is no doing of the cell.
+
+    Unlike ``warnings.catch_warnings`` it keeps the filters that modules add which are imported meanwhile.
+    """
+    entry = ("ignore", None, Warning, None, 0)
+    warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        warnings.filters[:] = [other for other in warnings.filters if other is not entry]  # type: ignore[index]
+
+
 def main_globals() -> dict[str, Any]:
     """The one namespace that the cell and the notebook's functions share."""
     return _active[-1].main
@@ -87,6 +103,25 @@ def main_globals() -> dict[str, Any]:
 
 def identity(value: Any) -> Any:
     return value
+
+
+def cell() -> types.CellType:
+    """An empty variable of a closure."""
+    return types.CellType()
+
+
+def set_cell(cell: types.CellType, contents: tuple[Any]) -> None:
+    """Give a variable of a closure its value."""
+    (cell.cell_contents,) = contents
+
+
+class _Dead:
+    """Something to refer to weakly that is gone at once."""
+
+
+def weak_reference(obj: Any, callback: Callable[[Any], Any] | None) -> weakref.ref[Any]:
+    """A weak reference; to nothing where the sender's was dead."""
+    return weakref.ref(_Dead() if obj is None else obj, callback)
 
 
 def stream_of_sys(name: str) -> Any:

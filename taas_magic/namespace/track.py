@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.namespace import rebuild
-from taas_magic.namespace.aspects import SAME, Aspect, aspects_of, is_immutable
+from taas_magic.namespace.aspects import SAME, Aspect, aspects_of, has_own_state, is_immutable
 from taas_magic.namespace.blocks import OutgoingBlocks, Parcel, view_of_memory, write_parcel
 from taas_magic.namespace.pack import ReceivedNamespace
 from taas_magic.namespace.pickler import MainGlobals, NamespacePickler
@@ -80,6 +80,8 @@ class Tracker:
         self._number_of = {id(obj): number for number, obj in self._origins.items()}
         #: Ids of opaque origins that changed: they come home by value, so whatever holds them has to be sent.
         self._changed_opaque: set[int] = set()
+        #: Those that are updated by their state instead.
+        self._changed_states: list[_Followed] = []
         self._followed = [self._follow(number, obj) for number, obj in self._origins.items()]
         self._names = {name: self.note(value) for name, value in main.items()}
 
@@ -141,9 +143,7 @@ class Tracker:
             extra: More records by label.
             exclude: Labels that the kernel could not load.
         """
-        self._changed_opaque = {
-            id(item.obj) for item in self._followed if item.is_opaque and self._digest(item.obj) != item.digest
-        }
+        self._find_changed_opaque()
         records = dict(self._records())
         records.update(extra or {})
         not_home: list[NotHome] = []
@@ -161,12 +161,26 @@ class Tracker:
                 continue
             return HomeParcel(parcel, not_home, packing.unwrapped)
 
+    def _find_changed_opaque(self) -> None:
+        """Find the opaque origins whose pickle is another one now; whoever holds one of them by value then has changed too."""
+        self._changed_opaque, self._changed_states = set(), []
+        unchanged = [item for item in self._followed if item.is_opaque]
+        found = True
+        while found:
+            found = [item for item in unchanged if self._digest(item.obj) != item.digest]
+            seen = {item.number for item in found}
+            unchanged = [item for item in unchanged if item.number not in seen]
+            self._changed_states += [item for item in found if has_own_state(item.obj)]
+            self._changed_opaque |= {id(item.obj) for item in found if not has_own_state(item.obj)}
+
     def _records(self) -> Iterable[tuple[str, Any]]:
         for item in self._followed:
             for aspect, taken in item.notes:
                 payload = aspect.diff(item.obj, taken, self)
                 if payload is not SAME:
                     yield f"update {item.number} {aspect.name}", payload
+        for item in self._changed_states:
+            yield f"update {item.number} state", item.obj.__getstate__()
         for name, value in list(self._main.items()):
             if self._is_notebook_name(name) and (name not in self._names or self.differs(self._names[name], value)):
                 yield f"bind {name}", value

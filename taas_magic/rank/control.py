@@ -131,6 +131,8 @@ def _shut_connections() -> None:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    # Raises for a socket that listens: gloo ends the process when its listener fails.
+                    sock.getpeername()
                     sock.shutdown(socket.SHUT_RDWR)
 
 

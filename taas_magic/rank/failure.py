@@ -21,6 +21,7 @@ def report_failure(
 ) -> FailureReport:
     """Describe ``error``; the notes that ``explanations`` find become part of it."""
     at = time.monotonic()
+    _drop_signal_handler(error)
     for explain in explanations:
         note = _quietly(explain, error)
         if note:
@@ -40,6 +41,18 @@ def report_failure(
         pickled=_pickle_exception(error),
         is_interrupt=isinstance(error, KeyboardInterrupt),
     )
+
+
+def _drop_signal_handler(error: BaseException) -> None:
+    """End the traceback of an interrupt where the user's code was, not in the handler that raised it."""
+    before, last = None, error.__traceback__
+    while last is not None and last.tb_next is not None:
+        before, last = last, last.tb_next
+    if before is not None and last is not None and last.tb_frame.f_code.co_name == "on_interrupt":
+        before.tb_next = None
+    if isinstance(error, KeyboardInterrupt):
+        # What it interrupted, a collective that was broken off to let it through, says nothing about the cell.
+        error.__suppress_context__ = True
 
 
 def _message(error: BaseException) -> str:

@@ -10,21 +10,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from taas_magic.runner.cause import choose_cause
 from taas_magic.runner.hints import death_hint, oom_kills
 from taas_magic.runner.output_log import OutputLog
+from taas_magic.runner.phases import StopCause
 from taas_magic.runner.run_state import (
     Abort,
     AnnounceStarted,
     Conclude,
     Instruction,
+    PackHomeAgain,
     Release,
     RescueHome,
     RunState,
     Signal,
-    choose_cause,
 )
 from taas_magic.runner.zygote_link import RankLink, RunLink
 from taas_magic.wire import (
+    Abandon,
     AbortCollectives,
     AgentExited,
     CellFailed,
@@ -106,6 +111,8 @@ class Run:
         self._unseen_bytes = 0
         self._ended: RunEnded | None = None
         self._parcel_fd = -1
+        #: Records that the kernel cannot load.
+        self._excluded: list[str] = []
         self._oom_kills = oom_kills()
         self._tail_lines = tail_lines
 
@@ -147,12 +154,20 @@ class Run:
             self._do(self.state.home_taken(now))
         elif isinstance(message, HomeRefused):
             self._close_parcel()
-            self._link.ranks[0].send(PackAgain(message.exclude))
+            self._excluded = message.exclude
+            self._do(self.state.home_refused(now))
         elif isinstance(message, InputReply):
-            self._link.ranks[message.rank].send(InputLine(message.text))
+            self._tell((message.rank,), InputLine(message.text))
+        elif isinstance(message, Abandon):
+            # Nobody takes output any more, and nobody is told how it ended.
+            self.is_told = True
+            self._do(self.state.abandoned(now))
 
     def send_output(self) -> None:
         """Send what the kernel has room for, then the end of the run."""
+        if self.is_told:
+            # A process that outlived the run may still write: that is kept, and not shown.
+            return
         while self._cursor < len(self.log) and self._unseen_bytes < _WINDOW_BYTES:
             index, self._cursor = self._cursor, self._cursor + 1
             rank = self.log.rank_of(index)
@@ -175,19 +190,15 @@ class Run:
             for message, _ in self._link.channel.receive_available():
                 if isinstance(message, RankForked):
                     self.pids[message.rank] = message.pid
+                    self._do(self.state.rank_forked(message.rank, time.monotonic()))
                 elif isinstance(message, RankExited):
                     self._rank_exited(message)
                 elif isinstance(message, AgentExited):
-                    if not self.state.concluded and 0 in self.pids:
-                        self._do(self.state.start_failed(self._why_no_ranks(), time.monotonic()))
+                    self._do(self.state.agent_exited(message.exit_code, time.monotonic()))
                 elif isinstance(message, RunOver):
                     self._finish()
-        except ChannelClosedError:
-            self._do(self.state.start_failed("the processes of the run ended", time.monotonic()))
+        except (ChannelClosedError, msgspec.MsgspecError):
             self._finish()
-
-    def _why_no_ranks(self) -> str:
-        return "the agent ended before it had started all ranks; `%taas log` of the runner tells why"
 
     def _rank_exited(self, message: RankExited) -> None:
         rank = self._link.ranks[message.rank]
@@ -279,6 +290,8 @@ class Run:
                 self._tell(instruction.ranks, Exit())
             elif isinstance(instruction, RescueHome):
                 self._tell((0,), Rescue())
+            elif isinstance(instruction, PackHomeAgain):
+                self._tell((0,), PackAgain(self._excluded))
             elif isinstance(instruction, AnnounceStarted):
                 self._send(RunStarted(self.id, self.pids))
             elif isinstance(instruction, Conclude):
@@ -286,7 +299,8 @@ class Run:
 
     def _tell(self, ranks: tuple[int, ...], message: Message) -> None:
         for rank in ranks:
-            self._link.ranks[rank].send(message)
+            if 0 <= rank < self.num_ranks:
+                self._link.ranks[rank].send(message)
 
     def _conclude(self) -> None:
         self._link.send(EndRun())
@@ -294,6 +308,10 @@ class Run:
             self._read_pipes(rank)
         state = self.state
         failure, death, failures, deaths = choose_cause(list(state.failures.values()), list(state.deaths.values()))
+        if state.stop_cause in (StopCause.INTERRUPT, StopCause.TIMEOUT):
+            # Whoever died while it was being stopped is no cause. Where rank 0 was tells most.
+            failure, death = state.failures.get(0, failure), None
+            failures, deaths = [], list(state.deaths.values())
         guilty = failure.rank if failure is not None else death.rank if death is not None else None
         is_hidden = guilty is not None and self._shown is not None and guilty not in self._shown
         self._ended = RunEnded(
@@ -319,7 +337,10 @@ class Run:
         """All processes have gone."""
         if not self.over:
             for rank in self._link.ranks:
+                self._hear_rank(rank)
                 self._read_pipes(rank)
+            # Nothing happens where the run had been concluded, as it should have been.
+            self._do(self.state.processes_lost("the processes of the run ended", time.monotonic()))
             self.over = True
             self._close_parcel()
             self._link.close()

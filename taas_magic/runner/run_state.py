@@ -1,65 +1,41 @@
 """The life of a run as a state machine without I/O: an event in, instructions out.
 
-The shell around it (:mod:`taas_magic.runner.server`) turns messages, signals and the clock into events, and carries the
-instructions out. ``docs/states.md`` shows the phases; :meth:`RunState.check` states the invariants.
+The shell around it (:mod:`taas_magic.runner.run`) turns messages, signals and the clock into events, and carries the
+instructions out. Two tables say where a rank and what comes home can go; everything else is the stop. ``docs/states.md``
+shows both, and :meth:`RunState.check` states the invariants.
 
-How a run is stopped: the ranks that are still busy are interrupted (``KeyboardInterrupt``); a rank whose Python code has not
-seen that shortly after waits in a collective, which is then broken off; rank 0 is asked for what it has; what still lives after
-the grace time is terminated, then killed. When a rank has failed, the grace is short and the failed rank is kept alive until
-the others have stopped, so that no peer fails because of it and hides the cause.
+How a run is stopped: the ranks that are still busy are interrupted (``KeyboardInterrupt``); a rank whose Python code has
+not seen that shortly after waits in a collective, which is then broken off; rank 0 is asked for what it has; what still
+lives after the grace time is terminated, then killed. When a rank has failed, the grace is short and the failed rank is
+kept alive until the others have stopped, so that no peer fails because of it and hides the cause.
 """
 
 from __future__ import annotations
 
-import enum
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from taas_magic.runner.phases import (
+    ALIVE,
+    BUSY,
+    DONE,
+    EXIT_PATIENCE_S,
+    FAILURE_TIMES,
+    HOME_PATIENCE_S,
+    HOME_TRANSITIONS,
+    LINGER_S,
+    RANK_TRANSITIONS,
+    SIGNAL_OF_LEVEL,
+    HomeEvent,
+    HomePhase,
+    RankEvent,
+    RankPhase,
+    StopCause,
+    StopTimes,
+    interrupt_times,
+)
 from taas_magic.wire import Death, FailureReport, LeftOut
-
-
-class RankPhase(enum.Enum):
-    """Where a rank is. The order is the order of life."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    FINISHED = "finished"
-    FAILED = "failed"
-    EXITED = "exited"
-
-
-class StopCause(enum.Enum):
-    """Why a run is being stopped before all ranks are through."""
-
-    FAILURE = "failed"
-    INTERRUPT = "interrupted"
-    TIMEOUT = "timeout"
-    LOST = "lost"
-
-
-@dataclass(frozen=True)
-class StopTimes:
-    """Seconds from the start of a stop to each of its steps."""
-
-    abort_s: float
-    rescue_s: float
-    terminate_s: float
-    kill_s: float
-
-
-#: After a failure: the others are down within two seconds.
-FAILURE_TIMES = StopTimes(abort_s=0.4, rescue_s=0.9, terminate_s=1.3, kill_s=1.6)
-#: A rank that is done waits this long for the others, so that its exit does not break their last collective.
-LINGER_S = 2.0
-#: Rank 0 gets this long to pack what comes home, beyond the time at which it would be killed.
-HOME_PATIENCE_S = 120.0
-#: From the permission to exit until a rank that is still there is killed (atexit functions take their time).
-EXIT_PATIENCE_S = 15.0
-
-
-def interrupt_times(grace_s: float) -> StopTimes:
-    """After an interrupt or a timeout: ``grace_s`` between the steps."""
-    return StopTimes(min(0.7, grace_s), rescue_s=grace_s, terminate_s=grace_s + 0.5, kill_s=2 * grace_s + 0.5)
 
 
 # -- instructions ----------------------------------------------------------------------------------------------------
@@ -86,6 +62,11 @@ class RescueHome:
 
 
 @dataclass(frozen=True)
+class PackHomeAgain:
+    """Ask rank 0 to pack once more, without what was refused."""
+
+
+@dataclass(frozen=True)
 class Release:
     """Let these ranks end."""
 
@@ -102,320 +83,342 @@ class Conclude:
     """Tell the kernel how the run ended, and clear away what is left of it."""
 
 
-Instruction = Signal | Abort | RescueHome | Release | AnnounceStarted | Conclude
-
-
-class HomePhase(enum.Enum):
-    """Where rank 0's changes are."""
-
-    AWAITED = "awaited"
-    ASKED = "asked"
-    ARRIVED = "arrived"
-    TAKEN = "taken"
-    LOST = "lost"
+Instruction = Signal | Abort | RescueHome | PackHomeAgain | Release | AnnounceStarted | Conclude
 
 
 @dataclass
 class RunState:
-    """One run. Times are seconds on one monotonic clock, given by the caller."""
+    """One run.
+
+    Times are seconds on one monotonic clock, given by the caller, which calls :meth:`tick` when :meth:`next_deadline`
+    says so. Each event returns what is to be done now, in order.
+    """
 
     num_ranks: int
     grace_s: float
     started_at: float
     timeout_s: float | None = None
+    #: Where each rank is.
     phases: list[RankPhase] = field(init=False)
     #: When each rank finished or failed.
     done_at: dict[int, float] = field(default_factory=dict)
-    released: set[int] = field(default_factory=set)
+    #: When each rank was let go.
+    released_at: dict[int, float] = field(default_factory=dict)
     failures: dict[int, FailureReport] = field(default_factory=dict)
+    #: Ranks that ended of themselves before their work was done, in the order in which that was noticed.
     deaths: dict[int, Death] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     home: HomePhase = HomePhase.AWAITED
+    #: Why nothing came home, where it is known.
     home_detail: str = ""
     stop_cause: StopCause | None = None
     stop_started_at: float = 0.0
+    #: The highest level at which the user has stopped the run: 0 to 3.
     interrupts: int = 0
     concluded: bool = False
+    #: Why the run was lost.
     detail: str = ""
-    #: Steps of the stop that have been taken.
-    _steps: set[str] = field(default_factory=set)
+    #: Whether ranks that are planned may still get a process.
+    _expects_forks: bool = True
+    #: The highest level of stopping that each rank has been sent.
+    _sent: dict[int, int] = field(default_factory=dict)
+    #: When rank 0 began to pack, or was asked to.
+    _packing_since: float = 0.0
     _announced: bool = False
-    _release_started_at: float | None = None
-    #: Ranks that we killed; their deaths are consequences.
-    _killed: set[int] = field(default_factory=set)
+    _aborted: bool = False
 
     def __post_init__(self) -> None:
-        self.phases = [RankPhase.STARTING] * self.num_ranks
+        self.phases = [RankPhase.PLANNED] * self.num_ranks
 
-    # -- events --------------------------------------------------------------------------------------------------
+    # -- events of ranks -----------------------------------------------------------------------------------------
+
+    def rank_forked(self, rank: int, now: float) -> list[Instruction]:
+        """A rank has a process."""
+        self._move(rank, RankEvent.FORKED)
+        return self.tick(now)
 
     def rank_started(self, rank: int, now: float) -> list[Instruction]:
         """A rank begins the cell's own code."""
-        self._advance(rank, RankPhase.RUNNING)
+        if not self._move(rank, RankEvent.STARTED):
+            return self.tick(now)
+        if self._sent.get(rank) == 1:
+            # It may not have been ready for an interrupt yet when the others were.
+            del self._sent[rank]
         out: list[Instruction] = []
-        if not self._announced and RankPhase.STARTING not in self.phases:
+        if (
+            not self._announced
+            and self.stop_cause is None
+            and not self._ranks_in(RankPhase.PLANNED, RankPhase.STARTING)
+        ):
             self._announced = True
             out.append(AnnounceStarted())
-        if self.stop_cause is not None:
-            # It was not ready to be interrupted yet when the others were.
-            out.append(Signal((rank,), signal.SIGINT))
         return out + self.tick(now)
 
     def rank_finished(self, rank: int, left_out: list[LeftOut], now: float) -> list[Instruction]:
         """A rank ran the cell to its end."""
-        self._advance(rank, RankPhase.FINISHED)
-        self.left_out += left_out
-        self.done_at[rank] = now
+        if self._move(rank, RankEvent.DONE):
+            self._note_done(rank, left_out, now)
         return self.tick(now)
 
     def rank_failed(self, report: FailureReport, left_out: list[LeftOut], now: float) -> list[Instruction]:
-        """A rank's cell ended with an exception."""
-        self._advance(report.rank, RankPhase.FAILED)
-        self.left_out += left_out
-        self.done_at[report.rank] = now
-        self.failures[report.rank] = report
-        return self._stop(StopCause.FAILURE, now) + self.tick(now)
+        """A rank's cell ended with an exception, or could not begin."""
+        if self._move(report.rank, RankEvent.RAISED):
+            self._note_done(report.rank, left_out, now)
+            self.failures[report.rank] = report
+            self._stop(StopCause.FAILURE, now)
+        return self.tick(now)
 
     def rank_exited(self, rank: int, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A rank's process has gone."""
-        was = self.phases[rank]
-        self.phases[rank] = RankPhase.EXITED
-        out: list[Instruction] = []
-        if rank == 0 and self.home in (HomePhase.AWAITED, HomePhase.ASKED):
-            self.home = HomePhase.LOST
-            self.home_detail = self.home_detail or "rank 0's process ended first"
-        if was in (RankPhase.STARTING, RankPhase.RUNNING):
-            if rank not in self._killed:
-                self.deaths[rank] = Death(rank, exit_code, hint)
-            out += self._stop(StopCause.FAILURE, now)
-        return out + self.tick(now)
+        was_busy = self.phases[rank] in BUSY
+        if not self._move(rank, RankEvent.GONE):
+            return self.tick(now)
+        owed_home = rank == 0 and self._lose_home(
+            "rank 0 was killed first" if self._sent.get(0, 0) > 1 else "rank 0's process ended first"
+        )
+        if (was_busy or (owed_home and rank not in self.failures)) and not self._has_caused(rank, exit_code):
+            self.deaths[rank] = Death(rank, exit_code, hint)
+            self._stop(StopCause.FAILURE, now)
+        return self.tick(now)
+
+    def agent_exited(self, exit_code: int, now: float) -> list[Instruction]:
+        """The agent has gone: no rank will be started any more, and the store that ranks meet at has gone with it."""
+        self._expects_forks = False
+        if not self.concluded and self._ranks_in(RankPhase.PLANNED, *BUSY):
+            self.detail = self.detail or f"the agent, which starts the ranks and hosts their store, ended ({exit_code})"
+            self._stop(StopCause.LOST, now)
+        return self.tick(now)
+
+    def processes_lost(self, reason: str, now: float) -> list[Instruction]:
+        """No process of the run is left, and nobody had asked for that."""
+        if self.concluded:
+            return []
+        self.phases = [RankPhase.EXITED] * self.num_ranks
+        self._lose_home(reason)
+        self.detail = self.detail or reason
+        self._stop(StopCause.LOST, now)
+        return self.tick(now)
+
+    # -- events of what comes home -------------------------------------------------------------------------------
+
+    @property
+    def awaits_home(self) -> bool:
+        """Whether rank 0's changes would still be taken."""
+        return self.home in (HomePhase.AWAITED, HomePhase.ASKED) and not self.concluded
 
     def home_arrived(self, now: float) -> list[Instruction]:
         """Rank 0's changes are here."""
-        if self.home in (HomePhase.AWAITED, HomePhase.ASKED):
-            self.home = HomePhase.ARRIVED
+        self._move_home(HomeEvent.ARRIVE)
         return self.tick(now)
 
     def home_taken(self, now: float) -> list[Instruction]:
         """The kernel has applied them."""
-        self.home = HomePhase.TAKEN
+        self._move_home(HomeEvent.TAKE)
         return self.tick(now)
+
+    def home_refused(self, now: float) -> list[Instruction]:
+        """The kernel cannot load all of them: rank 0 has to pack again, if it is still there."""
+        out: list[Instruction] = []
+        if self._move_home(HomeEvent.REFUSE):
+            self._packing_since = now
+            if self.phases[0] is RankPhase.EXITED:
+                self._lose_home("the notebook cannot load all of it, and rank 0 has gone")
+            else:
+                out.append(PackHomeAgain())
+        return out + self.tick(now)
 
     def home_failed(self, reason: str, now: float) -> list[Instruction]:
         """Rank 0 cannot pack anything."""
-        if self.home in (HomePhase.AWAITED, HomePhase.ASKED):
-            self.home, self.home_detail = HomePhase.LOST, reason
+        self._lose_home(reason)
         return self.tick(now)
+
+    # -- events of the user --------------------------------------------------------------------------------------
 
     def interrupt(self, level: int, now: float) -> list[Instruction]:
         """The user stops the run: 1 interrupts, 2 terminates, 3 kills."""
-        self.interrupts = max(self.interrupts, level)
-        out = self._stop(StopCause.INTERRUPT, now)
-        if level >= 2:
-            self._steps |= {"abort"}
-            out += self._rescue()
-            out += self._signal_once("terminate", signal.SIGTERM, spare_rank_0=True)
-        if level >= 3:
-            out += self._kill()
-        return out + self.tick(now)
-
-    def start_failed(self, reason: str, now: float) -> list[Instruction]:
-        """The agent or the run zygote ended while ranks were still expected from it."""
-        if self.concluded:
-            return []
-        for rank, phase in enumerate(self.phases):
-            if phase is not RankPhase.EXITED:
-                self.phases[rank] = RankPhase.EXITED
-        if self.home in (HomePhase.AWAITED, HomePhase.ASKED):
-            self.home, self.home_detail = HomePhase.LOST, reason
-        self.detail = reason
-        if self.stop_cause is None:
-            self.stop_cause = StopCause.LOST
+        self.interrupts = max(self.interrupts, min(3, max(1, level)))
+        self._stop(StopCause.INTERRUPT, now)
         return self.tick(now)
+
+    def abandoned(self, now: float) -> list[Instruction]:
+        """Nobody follows the run any more: it is over at once."""
+        self._move_home(HomeEvent.GIVE_UP)
+        return self.processes_lost("the notebook gave the run up", now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Look at the clock and at what has changed."""
         if self.concluded:
             return []
-        out: list[Instruction] = []
-        if self.stop_cause is None and self.timeout_s is not None and now - self.started_at >= self.timeout_s:
-            out += self._stop(StopCause.TIMEOUT, now)
-        out += self._stop_steps(now)
-        out += self._release(now)
-        if all(phase is RankPhase.EXITED for phase in self.phases) and self.home is not HomePhase.ARRIVED:
-            self.concluded = True
-            out.append(Conclude())
+        if self.timeout_s is not None and now >= self.started_at + self.timeout_s:
+            self._stop(StopCause.TIMEOUT, now)
+        if self.stop_cause is not None and self._home_is_being_packed() and now >= self._home_due_at():
+            self._lose_home(f"rank 0 did not pack it within {HOME_PATIENCE_S:.0f} s")
+        out = [*self._rescue(now), *self._abort(now), *self._signals(now), *self._release(now)]
+        if not self._ranks_in(*ALIVE) and not self._awaits_forks(now) and self.home is not HomePhase.ARRIVED:
+            out += self._conclude()
         return out
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until :meth:`tick` has something to do by the clock alone; None where nothing is due."""
         if self.concluded:
             return None
-        moments: list[float] = []
+        due = [moment - now for moment in self._moments() if moment > now]
+        return min(due, default=None)
+
+    def _moments(self) -> Iterator[float]:
         if self.stop_cause is not None:
             times = self._times
-            moments += [self.stop_started_at + s for s in (times.abort_s, times.rescue_s, times.terminate_s, times.kill_s)]
-            moments.append(self.stop_started_at + times.kill_s + HOME_PATIENCE_S)
+            for seconds in (times.abort_s, times.rescue_s, times.terminate_s, times.kill_s):
+                yield self.stop_started_at + seconds
+            yield self._home_due_at()
         elif self.timeout_s is not None:
-            moments.append(self.started_at + self.timeout_s)
-        moments += [at + LINGER_S for rank, at in self.done_at.items() if rank not in self.released]
-        if self._release_started_at is not None:
-            moments.append(self._release_started_at + EXIT_PATIENCE_S)
-        due = [moment - now for moment in moments if moment > now]
-        return min(due, default=None)
+            yield self.started_at + self.timeout_s
+        for rank, moment in self.done_at.items():
+            if rank not in self.released_at:
+                yield moment + LINGER_S
+        for moment in self.released_at.values():
+            yield moment + EXIT_PATIENCE_S
+
+    # -- where things are ----------------------------------------------------------------------------------------
+
+    def _move(self, rank: int, event: RankEvent) -> bool:
+        """Take a rank where an event leads; False where it leads nowhere."""
+        target = RANK_TRANSITIONS.get((self.phases[rank], event))
+        if target is None or self.concluded:
+            return False
+        self.phases[rank] = target
+        return True
+
+    def _move_home(self, event: HomeEvent) -> bool:
+        target = HOME_TRANSITIONS.get((self.home, event))
+        if target is None or self.concluded:
+            return False
+        self.home = target
+        return True
+
+    def _lose_home(self, reason: str) -> bool:
+        is_new = self._move_home(HomeEvent.LOSE)
+        if is_new:
+            self.home_detail = reason
+        return is_new
+
+    def _note_done(self, rank: int, left_out: list[LeftOut], now: float) -> None:
+        self.left_out += left_out
+        self.done_at[rank] = now
+        if rank == 0 and self.home is HomePhase.AWAITED:
+            self._packing_since = now
+
+    def _ranks_in(self, *phases: RankPhase) -> tuple[int, ...]:
+        return tuple(rank for rank, phase in enumerate(self.phases) if phase in phases)
+
+    def _awaits_forks(self, now: float) -> bool:
+        """Whether a planned rank may still come. Once others would be killed, it is not waited for."""
+        return self._expects_forks and bool(self._ranks_in(RankPhase.PLANNED)) and self._level(now) < 3
+
+    def _has_caused(self, rank: int, exit_code: int) -> bool:
+        """Whether we ended a rank: its exit is a consequence of the stop."""
+        level = self._sent.get(rank, 0)
+        return level > 1 or (level == 1 and exit_code in (-signal.SIGINT, 128 + signal.SIGINT))
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
     @property
     def _times(self) -> StopTimes:
-        return FAILURE_TIMES if self.stop_cause is StopCause.FAILURE else interrupt_times(self.grace_s)
+        is_broken = self.stop_cause in (StopCause.FAILURE, StopCause.LOST)
+        return FAILURE_TIMES if is_broken else interrupt_times(self.grace_s)
 
-    def _busy(self) -> tuple[int, ...]:
-        return tuple(
-            rank for rank, phase in enumerate(self.phases) if phase in (RankPhase.STARTING, RankPhase.RUNNING)
-        )
-
-    def _stop(self, cause: StopCause, now: float) -> list[Instruction]:
-        if self.stop_cause is not None:
-            return []
-        self.stop_cause, self.stop_started_at = cause, now
-        busy = self._busy()
-        return [Signal(busy, signal.SIGINT)] if busy else []
-
-    def _stop_steps(self, now: float) -> list[Instruction]:
+    def _stop(self, cause: StopCause, now: float) -> None:
         if self.stop_cause is None:
-            return []
-        elapsed, times, busy = now - self.stop_started_at, self._times, self._busy()
-        out: list[Instruction] = []
-        if elapsed >= times.abort_s and busy and "abort" not in self._steps:
-            self._steps.add("abort")
-            out.append(Abort(tuple(r for r, phase in enumerate(self.phases) if phase is not RankPhase.EXITED)))
-        if elapsed >= times.rescue_s and 0 in busy:
-            out += self._rescue()
-        if elapsed >= times.terminate_s:
-            out += self._signal_once("terminate", signal.SIGTERM, spare_rank_0=self._home_is_on_its_way())
-        if elapsed >= times.kill_s:
-            out += self._signal_once("kill", signal.SIGKILL, spare_rank_0=self._home_is_on_its_way())
-        if self.interrupts >= 2 and 0 in busy and self.home in (HomePhase.TAKEN, HomePhase.LOST):
-            out += self._kill()
-        is_overdue = elapsed >= times.kill_s + HOME_PATIENCE_S
-        if 0 in self._busy() and elapsed >= times.kill_s and (not self._home_is_on_its_way() or is_overdue):
-            if self.home is HomePhase.ASKED:
-                self.home, self.home_detail = HomePhase.LOST, "rank 0 did not answer"
-            out += self._kill()
-        return out
+            self.stop_cause, self.stop_started_at = cause, now
 
-    def _home_is_on_its_way(self) -> bool:
-        return self.home in (HomePhase.ASKED, HomePhase.ARRIVED)
+    def _is_due(self, seconds: float, now: float) -> bool:
+        return self.stop_cause is not None and now >= self.stop_started_at + seconds
 
-    def _rescue(self) -> list[Instruction]:
-        if self.home is not HomePhase.AWAITED or self.phases[0] is not RankPhase.RUNNING:
-            return []
-        self.home = HomePhase.ASKED
-        return [RescueHome()]
+    def _level(self, now: float) -> int:
+        """How hard the run is being stopped by now: 0 not at all, then as :data:`SIGNAL_OF_LEVEL`."""
+        if self.stop_cause is None:
+            return 0
+        by_clock = 1 + self._is_due(self._times.terminate_s, now) + self._is_due(self._times.kill_s, now)
+        return max(by_clock, self.interrupts)
 
-    def _signal_once(self, step: str, signum: signal.Signals, *, spare_rank_0: bool) -> list[Instruction]:
-        if step in self._steps:
-            return []
-        self._steps.add(step)
-        targets = tuple(rank for rank in self._busy() if rank != 0 or not spare_rank_0)
-        self._killed |= set(targets)
-        return [Signal(targets, signum)] if targets else []
+    def _home_is_being_packed(self) -> bool:
+        """Rank 0 is at it: it was asked to, or is done with its cell and does it unasked."""
+        return self.home is HomePhase.ASKED or (self.home is HomePhase.AWAITED and self.phases[0] in DONE)
 
-    def _kill(self) -> list[Instruction]:
-        if "kill all" in self._steps:
-            return []
-        self._steps.add("kill all")
-        targets = tuple(rank for rank, phase in enumerate(self.phases) if phase is not RankPhase.EXITED)
-        self._killed |= set(targets)
-        return [Signal(targets, signal.SIGKILL)] if targets else []
+    def _home_due_at(self) -> float:
+        return max(self._packing_since, self.stop_started_at) + HOME_PATIENCE_S
+
+    def _rescue(self, now: float) -> Iterator[Instruction]:
+        is_time = self._is_due(self._times.rescue_s, now) or self.interrupts >= 2
+        if is_time and self.interrupts < 3 and self.phases[0] is RankPhase.RUNNING and self._move_home(HomeEvent.ASK):
+            self._packing_since = now
+            yield RescueHome()
+
+    def _abort(self, now: float) -> Iterator[Instruction]:
+        is_time = self._is_due(self._times.abort_s, now) and self.interrupts < 2
+        if is_time and not self._aborted and self._ranks_in(*BUSY):
+            self._aborted = True
+            yield Abort(self._ranks_in(*ALIVE))
+
+    def _signals(self, now: float) -> Iterator[Instruction]:
+        """Bring every rank to the level of stopping that is due for it."""
+        targets: dict[int, list[int]] = {}
+        for rank in self._ranks_in(*ALIVE):
+            level = self._level_for(rank, now)
+            if level > self._sent.get(rank, 0):
+                self._sent[rank] = level
+                targets.setdefault(level, []).append(rank)
+        for level in sorted(targets):
+            yield Signal(tuple(targets[level]), SIGNAL_OF_LEVEL[level])
+
+    def _level_for(self, rank: int, now: float) -> int:
+        if self.interrupts >= 3:
+            return 3
+        if self.phases[rank] in DONE:
+            overdue = rank in self.released_at and now >= self.released_at[rank] + EXIT_PATIENCE_S
+            return 3 if overdue else 0
+        is_spared = rank == 0 and (self._home_is_being_packed() or self.home is HomePhase.ARRIVED)
+        return min(1, self._level(now)) if is_spared else self._level(now)
 
     # -- letting go ----------------------------------------------------------------------------------------------
 
-    def _release(self, now: float) -> list[Instruction]:
+    def _release(self, now: float) -> Iterator[Instruction]:
         """Let ranks end whose work is done: all together, or alone when the others take long."""
-        all_done = not self._busy()
-        ready = []
-        for rank, phase in enumerate(self.phases):
-            if phase not in (RankPhase.FINISHED, RankPhase.FAILED) or rank in self.released:
-                continue
-            if rank == 0 and self.home in (HomePhase.AWAITED, HomePhase.ASKED, HomePhase.ARRIVED):
-                continue
-            lingered = phase is RankPhase.FINISHED and now - self.done_at[rank] >= LINGER_S
-            if all_done or lingered:
-                ready.append(rank)
-        self.released |= set(ready)
-        out: list[Instruction] = [Release(tuple(ready))] if ready else []
-        waiting_for_exit = self.released - {r for r, phase in enumerate(self.phases) if phase is RankPhase.EXITED}
-        if not waiting_for_exit:
-            self._release_started_at = None
-        elif self._release_started_at is None or ready:
-            self._release_started_at = now
-        elif now - self._release_started_at >= EXIT_PATIENCE_S and "exit" not in self._steps:
-            self._steps.add("exit")
-            out.append(Signal(tuple(sorted(waiting_for_exit)), signal.SIGKILL))
-        return out
+        all_done = not self._ranks_in(*BUSY) and not self._awaits_forks(now)
+        ready = tuple(rank for rank in self._ranks_in(*DONE) if self._may_go(rank, now, all_done=all_done))
+        self.released_at.update(dict.fromkeys(ready, now))
+        if ready:
+            yield Release(ready)
 
-    def _advance(self, rank: int, phase: RankPhase) -> None:
-        if self.phases[rank] is not RankPhase.EXITED:
-            self.phases[rank] = phase
+    def _may_go(self, rank: int, now: float, *, all_done: bool) -> bool:
+        if rank in self.released_at or (rank == 0 and self.home not in (HomePhase.TAKEN, HomePhase.LOST)):
+            return False
+        return all_done or (self.phases[rank] is RankPhase.FINISHED and now >= self.done_at[rank] + LINGER_S)
+
+    def _conclude(self) -> list[Instruction]:
+        if self.concluded:
+            return []
+        self._lose_home("rank 0 was never started")
+        self.concluded = True
+        return [Conclude()]
 
     # -- the outcome ---------------------------------------------------------------------------------------------
 
     @property
     def outcome(self) -> str:
-        """ "ok", or the value of the cause that stopped the run."""
+        """What the run came to: "ok", or the value of the cause that stopped it."""
         return "ok" if self.stop_cause is None else self.stop_cause.value
 
     def check(self) -> None:
         """State the invariants; raises AssertionError where one does not hold."""
+        is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
         assert len(self.phases) == self.num_ranks
-        assert self.released <= set(self.done_at)
-        assert not (self.failures.keys() & self.deaths.keys())
-        assert not self.concluded or all(phase is RankPhase.EXITED for phase in self.phases)
-        assert not (0 in self.released and self.home in (HomePhase.AWAITED, HomePhase.ARRIVED))
-        assert self.stop_cause is not None or not (self.failures or self.deaths)
-
-
-def choose_cause(
-    failures: list[FailureReport], deaths: list[Death]
-) -> tuple[FailureReport | None, Death | None, list[FailureReport], list[Death]]:
-    """The failure or death that began it, then the others.
-
-    A process that died comes first: it broke its peers' collectives at once, while its own end was noticed a moment
-    later. Then the earliest exception that is not merely a broken collective; interrupts are never a cause here.
-    """
-    own = [report for report in failures if not report.is_interrupt]
-    by_time = sorted(own, key=lambda report: (is_consequence(report), report.at_s))
-    if deaths and (not by_time or is_consequence(by_time[0])):
-        return None, deaths[0], by_time, deaths[1:]
-    if by_time:
-        return by_time[0], None, by_time[1:], deaths
-    if failures:
-        first = min(failures, key=lambda report: report.rank)
-        return first, None, [], deaths
-    return None, None, [], []
-
-
-#: What gloo, NCCL and the store say when a peer has gone.
-_PEER_GONE = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "nccl communicator was aborted",
-    "remote process has",
-    "failed to recv",
-    "application timeout caused pair closure",
-    "timed out waiting",
-    "[/pytorch/third_party/gloo",
-    "third_party/gloo/gloo/transport",
-    "ncclremoteerror",
-)
-
-
-def is_consequence(report: FailureReport) -> bool:
-    """Whether an exception says no more than that a peer has gone."""
-    text = report.message.lower()
-    return any(sign in text for sign in _PEER_GONE)
+        assert set(self.released_at) <= set(self.done_at)
+        assert is_settled or 0 not in self.released_at, "rank 0 stays until what it made is safe"
+        assert not (self.phases[0] is RankPhase.EXITED and self.awaits_home), "nobody is left to pack"
+        assert not self.concluded or (is_settled and not self._ranks_in(*ALIVE))
+        assert not (self.failures.keys() & self.deaths.keys()), "who failed in good order has not died"
+        assert self.stop_cause is not None or not (self.failures or self.deaths), "a failure stops the run"
+        assert self.stop_cause is not StopCause.FAILURE or self.failures or self.deaths, "a failed run has a cause"
+        assert self.stop_cause is not None or not self.interrupts
+        assert self.stop_cause is not None or set(self._sent) <= set(self.released_at), "who may work is not signalled"
