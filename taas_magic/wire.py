@@ -1,25 +1,25 @@
-"""The messages between kernel, runner, zygotes and ranks, and the channels that carry them.
+"""The messages between kernel, runner, zygotes and ranks.
 
-One class a message, one tagged union a direction. New fields get defaults, types never change. Payloads that would have to be
-unpickled are plain ``bytes`` here, or descriptors of memory files: nothing in this module ever unpickles.
+One class a message, one tagged union a direction. New fields get defaults, types never change. Payloads that would have
+to be unpickled are plain ``bytes`` here, or descriptors of memory files: nothing in this module ever unpickles.
 ``docs/protocol.md`` describes every message; a test holds the two together.
 """
 
 from __future__ import annotations
 
-import array
-import contextlib
 import os
-import socket
-import struct
-import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
 #: Raised when a message changes its meaning. Kernel and runner must agree on it.
 PROTOCOL_VERSION = 1
+
+#: A global rank. What is no rank at all is refused when a message is read.
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+SizeBytes = Annotated[int, msgspec.Meta(ge=0)]
+StreamKind = Literal["stdout", "stderr"]
+DisplayKind = Literal["display", "update", "clear", "result", "comm"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -31,7 +31,7 @@ class MemoryFile(msgspec.Struct, frozen=True):
 
     pid: int
     fd: int
-    size_bytes: int
+    size_bytes: SizeBytes
 
     def open(self) -> int:
         """Open the file; the caller owns the descriptor.
@@ -61,7 +61,7 @@ class CellTask(msgspec.Struct, frozen=True):
     run_id: str
     source: str
     execution_count: int
-    num_ranks: int
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
     #: The directory in which only rank 0 may write, with what stays writable in it.
     project: str
     writable: list[str]
@@ -76,14 +76,14 @@ class CellTask(msgspec.Struct, frozen=True):
     traceback_mode: str = "Context"
     #: No GPU here: answer NCCL with gloo.
     rehearse: bool = False
-    #: A directory that lives as long as the run, made by the runner; ranks other than 0 keep their temporary files in it.
+    #: A directory that lives as long as the run, made by the runner; ranks other than 0 have their TMPDIR in it.
     run_dir: str = ""
 
 
 class FailureReport(msgspec.Struct, frozen=True):
     """An exception that ended a rank's cell."""
 
-    rank: int
+    rank: Rank
     #: ``time.monotonic`` of the rank's machine.
     at_s: float
     type_name: str
@@ -100,7 +100,7 @@ class FailureReport(msgspec.Struct, frozen=True):
 class Death(msgspec.Struct, frozen=True):
     """A rank's process that ended without finishing the cell."""
 
-    rank: int
+    rank: Rank
     exit_code: int
     hint: str = ""
 
@@ -108,7 +108,7 @@ class Death(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """Writes that a rank other than 0 left out because rank 0 makes them."""
 
-    rank: int
+    rank: Rank
     what: str
     path: str
     count: int
@@ -139,14 +139,14 @@ class Interrupt(Message, frozen=True):
     """Stops a run: 1 interrupts, 2 terminates, 3 kills."""
 
     run_id: str
-    level: int
+    level: Annotated[int, msgspec.Meta(ge=1, le=3)]
 
 
 class OutputTaken(Message, frozen=True):
     """The kernel has shown this many bytes more; the runner may send as many."""
 
     run_id: str
-    size_bytes: int
+    size_bytes: SizeBytes
 
 
 class HomeTaken(Message, frozen=True):
@@ -172,7 +172,7 @@ class InputReply(Message, frozen=True):
     """What the user typed for an :class:`InputRequest`; None where there is nobody to ask."""
 
     run_id: str
-    rank: int
+    rank: Rank
     text: str | None
 
 
@@ -180,7 +180,7 @@ class ReadLog(Message, frozen=True):
     """Asks for the kept output of a run; an empty ``run_id`` is the latest."""
 
     run_id: str = ""
-    rank: int = 0
+    rank: Rank = 0
 
 
 class ReadStatus(Message, frozen=True):
@@ -246,20 +246,20 @@ class RunStarted(Message, frozen=True):
 
 
 class Output(Message, frozen=True):
-    """A piece of what a rank wrote: ``kind`` is "stdout" or "stderr"."""
+    """A piece of what a rank wrote."""
 
     run_id: str
-    rank: int
-    kind: str
+    rank: Rank
+    kind: StreamKind
     data: bytes
 
 
 class Display(Message, frozen=True):
-    """Something to display: ``kind`` is "display", "update", "clear" or "result"; ``content`` is JSON."""
+    """Something to display; ``content`` is JSON."""
 
     run_id: str
-    rank: int
-    kind: str
+    rank: Rank
+    kind: DisplayKind
     content: bytes
 
 
@@ -267,7 +267,7 @@ class InputRequest(Message, frozen=True):
     """Rank 0 asks the user for a line."""
 
     run_id: str
-    rank: int
+    rank: Rank
     prompt: str
     password: bool = False
 
@@ -305,8 +305,8 @@ class LogPiece(Message, frozen=True):
     """A piece of a kept log; ``last`` ends it."""
 
     run_id: str
-    rank: int
-    kind: str
+    rank: Rank
+    kind: StreamKind
     data: bytes
     last: bool = False
 
@@ -377,13 +377,13 @@ class RunTask(Message, frozen=True):
 class RankDescriptors(Message, frozen=True):
     """Runner to run zygote: stdout, stderr and control socket of one rank come as descriptors."""
 
-    rank: int
+    rank: Rank
 
 
 class SignalRanks(Message, frozen=True):
     """Runner to run zygote: send a signal to ranks that are still alive."""
 
-    ranks: list[int]
+    ranks: list[Rank]
     signal: int
 
 
@@ -398,14 +398,14 @@ ToRunZygote = RunTask | RankDescriptors | SignalRanks | EndRun
 class RankForked(Message, frozen=True):
     """Run zygote to runner and agent: a rank has a process."""
 
-    rank: int
+    rank: Rank
     pid: int
 
 
 class RankExited(Message, frozen=True):
     """Run zygote to runner and agent: a rank's process ended; ``exit_code`` as ``subprocess`` has it."""
 
-    rank: int
+    rank: Rank
     exit_code: int
 
 
@@ -426,8 +426,8 @@ FromRunZygote = RankForked | RankExited | AgentExited | RunOver
 class Spawn(Message, frozen=True):
     """Agent to run zygote: fork a rank with this environment (torchrun's contract)."""
 
-    local_rank: int
-    rank: int
+    local_rank: Rank
+    rank: Rank
     environment: dict[str, str]
 
 
@@ -461,7 +461,7 @@ class CellFailed(Message, frozen=True):
 class RankDisplay(Message, frozen=True):
     """Rank to runner: see :class:`Display`."""
 
-    kind: str
+    kind: DisplayKind
     content: bytes
 
 
@@ -475,7 +475,7 @@ class RankInput(Message, frozen=True):
 class RankHome(Message, frozen=True):
     """Rank 0 to runner: what comes home; the parcel comes as a descriptor."""
 
-    size_bytes: int
+    size_bytes: SizeBytes
     not_home: list[tuple[str, str]] = []
     unwrapped: list[str] = []
 
@@ -514,120 +514,3 @@ class InputLine(Message, frozen=True):
 
 
 ToRank = Exit | AbortCollectives | Rescue | PackAgain | InputLine
-
-# -- channels --------------------------------------------------------------------------------------------------------
-
-M = TypeVar("M")
-_HEADER = struct.Struct("<IH")
-_MAX_DESCRIPTORS = 16
-_CHUNK_BYTES = 256 * 1024
-
-
-class ChannelClosedError(ConnectionError):
-    """The other end of a channel has gone."""
-
-
-class Channel(Generic[M]):
-    """Messages and descriptors over a Unix stream socket.
-
-    Args:
-        sock: A connected ``AF_UNIX`` stream socket; owned from now on.
-        receives: The union of messages that may arrive.
-
-    Sending is safe from several threads; receiving is for one thread.
-    """
-
-    def __init__(self, sock: socket.socket, receives: Any) -> None:
-        self._sock = sock
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(receives)
-        self._lock = threading.Lock()
-        self._pending = bytearray()
-        self._descriptors: list[int] = []
-
-    @classmethod
-    def pair(cls) -> tuple[socket.socket, socket.socket]:
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message; descriptors are duplicated into the other process.
-
-        Raises:
-            ChannelClosedError: if the other end has gone.
-        """
-        payload = msgspec.msgpack.encode(message)
-        data = memoryview(_HEADER.pack(len(payload), len(descriptors)) + payload)
-        with self._lock:
-            try:
-                sent = socket.send_fds(self._sock, [data], list(descriptors)) if descriptors else self._sock.send(data)
-                if sent < len(data):
-                    self._sock.sendall(data[sent:])
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise ChannelClosedError("the other process has ended") from error
-
-    def receive(self) -> tuple[M, list[int]]:
-        """Wait for one message.
-
-        Raises:
-            ChannelClosedError: at the end of the stream.
-        """
-        while True:
-            message = self._next()
-            if message is not None:
-                return message
-            if not self._read(0):
-                raise ChannelClosedError("the other process has ended")
-
-    def receive_available(self) -> Iterable[tuple[M, list[int]]]:
-        """Yield what has arrived, without waiting.
-
-        Raises:
-            ChannelClosedError: at the end of the stream, after the last message.
-        """
-        open_ended = True
-        with contextlib.suppress(BlockingIOError):
-            while open_ended:
-                open_ended = self._read(socket.MSG_DONTWAIT)
-        while (message := self._next()) is not None:
-            yield message
-        if not open_ended:
-            raise ChannelClosedError("the other process has ended")
-
-    def close(self) -> None:
-        for fd in self._descriptors:
-            os.close(fd)
-        self._descriptors.clear()
-        self._sock.close()
-
-    def _read(self, flags: int) -> bool:
-        try:
-            data, descriptors = _receive_with_descriptors(self._sock, flags)
-        except ConnectionResetError:
-            return False
-        self._pending += data
-        self._descriptors += descriptors
-        return bool(data)
-
-    def _next(self) -> tuple[M, list[int]] | None:
-        if len(self._pending) < _HEADER.size:
-            return None
-        size, num_descriptors = _HEADER.unpack_from(self._pending)
-        end = _HEADER.size + size
-        if len(self._pending) < end:
-            return None
-        message = self._decoder.decode(memoryview(self._pending)[_HEADER.size : end].tobytes())
-        del self._pending[:end]
-        descriptors, self._descriptors = self._descriptors[:num_descriptors], self._descriptors[num_descriptors:]
-        return message, descriptors
-
-
-def _receive_with_descriptors(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
-    descriptors = array.array("i")
-    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * descriptors.itemsize)
-    data, ancillary, _, _ = sock.recvmsg(_CHUNK_BYTES, space, flags | socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    return data, list(descriptors)

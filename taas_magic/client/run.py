@@ -17,6 +17,7 @@ from taas_magic.namespace.home import Homecoming, HomeLoadError, load_homecoming
 from taas_magic.namespace.pack import PackedNamespace
 from taas_magic.namespace.process_state import apply_random
 from taas_magic.wire import (
+    Abandon,
     CellTask,
     Denied,
     Display,
@@ -119,6 +120,11 @@ class ActiveRun:
                     for message in self._runner.receive(_POLL_S):
                         self._take(message)
                     self._pass_on(interrupts)
+            except BaseException:
+                # Whatever went wrong here: nobody follows the run any more, and the next one needs the place.
+                with contextlib.suppress(Exception):
+                    self._runner.send(Abandon(self._id))
+                raise
             finally:
                 parcel.close()
         return self._outcome

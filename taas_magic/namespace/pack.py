@@ -6,12 +6,12 @@ numbers are kept: they are how kernel and rank speak of the same object later (s
 
 from __future__ import annotations
 
+import heapq
 import io
 import linecache
 import pickle
 import sys
 import types
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,14 +94,20 @@ def pack_namespace(
         CannotTravelError: naming the variable, the path to the culprit, its type, and what to do.
     """
     left_out: dict[str, str] = {}
+    first: dict[str, str] = {}
     while True:
-        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {})
+        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first)
         try:
-            return packing.run(process_state)
+            packing.write_records(process_state)
         except _RecordError as failure:
             if failure.name in packing.needed_names:
                 raise _cannot_travel(main, failure) from failure.error
             left_out[failure.name] = str(failure.error).splitlines()[0] if str(failure.error) else "no pickle"
+            continue
+        if first or not packing.late_names:
+            return packing.finish()
+        # Some record's methods use names that came behind it, and loading the record may call them (__setstate__, __hash__).
+        first = packing.names_to_load_first()
 
 
 @dataclass
@@ -113,38 +119,71 @@ class _Packing:
     hidden: Mapping[str, Any]
     left_out: dict[str, str]
     cell_numbers: Mapping[str, int]
+    #: Names that go before all others, with what leads to them.
+    first: Mapping[str, str]
     needed_names: set[str] = field(default_factory=set)
+    #: Names that a value's methods use, and that came behind the value.
+    late_names: set[str] = field(default_factory=set)
 
-    def run(self, process_state: Any) -> PackedNamespace:
+    def write_records(self, process_state: Any) -> None:
+        """Write everything up to the last record."""
         self._stream = io.BytesIO()
         self._blocks = OutgoingBlocks()
         self._pickler = NamespacePickler(self._stream, self.main, self._blocks, on_function=self._saw_function)
         self._records: list[tuple[str, int]] = []
         self._sources: dict[str, tuple[str, int | None]] = {}
-        self._queue: deque[tuple[str, str]] = deque()
-        self._queued: set[str] = set()
+        self._queue: list[tuple[int, int, str]] = []
+        self._num_queued = 0
         self._why = ""
-        items: list[TravelItem] = []
+        self._whys: dict[str, str] = {}
+        self._recorded: set[str] = set()
+        self._items: list[TravelItem] = []
         self._record(STATE_RECORD, process_state)
         for names, is_needed in ((self.selection.needed, True), (self.selection.maybe, False)):
+            if is_needed:
+                for name, why in self.first.items():
+                    self._enqueue((name,), why, in_functions=True)
             self._enqueue(names, "the cell")
             while self._queue:
-                name, self._why = self._queue.popleft()
+                _, _, name = heapq.heappop(self._queue)
+                if name in self._recorded:
+                    continue
+                self._recorded.add(name)
+                self._why = self._whys[name]
                 if is_needed:
                     self.needed_names.add(name)
-                items.append(self._pack_name(name))
+                self._items.append(self._pack_name(name))
         self._record(SOURCES_RECORD, self._sources)
+
+    def finish(self) -> PackedNamespace:
+        """Write the parcel."""
         origins, temporaries = _origins(self._pickler)
         stream = self._stream.getbuffer()
         parcel = write_parcel(stream, self._records, self._blocks, self._pickler.out_of_band, temporaries)
-        return PackedNamespace(parcel, origins, self._blocks.blocks, items, dict(self.left_out))
+        return PackedNamespace(parcel, origins, self._blocks.blocks, self._items, dict(self.left_out))
 
-    def _enqueue(self, names: Iterable[str], why: str) -> None:
+    def names_to_load_first(self) -> dict[str, str]:
+        """What functions and methods use, of that which surely travels, with what leads to it."""
+        names = self.late_names.union(name for name in self._whys if self._load_order(name) < _VALUE)
+        return {name: why for name, why in self._whys.items() if name in self.needed_names and name in names}
+
+    def _load_order(self, name: str, *, in_functions: bool = False) -> int:
+        value = self.main.get(name)
+        if isinstance(value, types.ModuleType):
+            return _MODULE
+        if isinstance(value, (type, types.FunctionType)):
+            return _DEFINITION
+        return _USED_IN_FUNCTIONS if in_functions else _VALUE
+
+    def _enqueue(self, names: Iterable[str], why: str, *, in_functions: bool = False) -> None:
         for name in names:
-            if name in self._queued or name in self.left_out or not self._travels(name):
+            if name in self._recorded or name in self.left_out or not self._travels(name):
                 continue
-            self._queued.add(name)
-            self._queue.append((name, why))
+            self._whys.setdefault(name, why)
+            # A name that is queued already may have to come sooner now.
+            self._num_queued += 1
+            order = self._load_order(name, in_functions=in_functions)
+            heapq.heappush(self._queue, (order, self._num_queued, name))
 
     def _travels(self, name: str) -> bool:
         if name not in self.main or name.startswith("__"):
@@ -169,7 +208,10 @@ class _Packing:
 
     def _saw_function(self, func: types.FunctionType) -> None:
         self._note_source(func.__code__)
-        self._enqueue(sorted(globals_of_code(func.__code__)), f"{self._why} → {self._current}")
+        names = sorted(globals_of_code(func.__code__))
+        self._enqueue(names, f"{self._why} → {self._current}", in_functions=True)
+        if self._load_order(self._current) == _VALUE:
+            self.late_names.update(name for name in names if name in self._whys and name not in self._recorded)
 
     def _note_source(self, code: types.CodeType) -> None:
         """Send the source of notebook code along, for tracebacks and ``inspect.getsource`` in the ranks."""
@@ -178,6 +220,10 @@ class _Packing:
         if name in self._sources or entry is None or len(entry) < 4 or entry[1] is not None:
             return
         self._sources[name] = ("".join(entry[2]), self.cell_numbers.get(name))
+
+
+#: In which order names are best loaded: what runs code when it is loaded comes last.
+_MODULE, _DEFINITION, _USED_IN_FUNCTIONS, _VALUE = range(4)
 
 
 def _origins(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:

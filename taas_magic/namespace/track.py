@@ -165,7 +165,7 @@ class Tracker:
         """Find the opaque origins whose pickle is another one now; whoever holds one of them by value then has changed too."""
         self._changed_opaque, self._changed_states = set(), []
         unchanged = [item for item in self._followed if item.is_opaque]
-        found = True
+        found = unchanged
         while found:
             found = [item for item in unchanged if self._digest(item.obj) != item.digest]
             seen = {item.number for item in found}

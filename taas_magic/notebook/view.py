@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import sys
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class NotebookView:
         """See the protocol."""
         if kind == "clear":
             self._shell.display_pub.clear_output(wait=content["wait"])
+        elif kind == "comm":
+            self._send_comm(content)
         elif kind == "result" and rank == 0:
             self._show_result(content["data"], content["metadata"])
         else:
@@ -74,6 +77,21 @@ class NotebookView:
         hook.write_output_prompt()
         hook.write_format_data(data, metadata)
         hook.finish_displayhook()
+
+    def _send_comm(self, content: dict[str, Any]) -> None:
+        """Hand a widget's message on to the front end; elsewhere than in Jupyter there is none that knows widgets."""
+        kernel = getattr(self._shell, "kernel", None)
+        if kernel is None:
+            return
+        kernel.session.send(
+            kernel.iopub_socket,
+            content["msg_type"],
+            content["content"],
+            metadata=content["metadata"],
+            parent=kernel.get_parent(),
+            ident=f"comm-{content['content']['comm_id']}".encode(),
+            buffers=[base64.b64decode(buffer) for buffer in content["buffers"]],
+        )
 
     def keep_result(self, value: Any) -> None:
         """Make a value the notebook's ``_``."""

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server import SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from taas_magic.wire import Channel, ChannelClosedError, RankExited, RankForked, RunTask, Spawn, StopRanks, ToAgent
+from taas_magic.channel import Channel, ChannelClosedError
+from taas_magic.wire import RankExited, RankForked, RunTask, Spawn, StopRanks, ToAgent
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_INTERVAL_S = 0.01

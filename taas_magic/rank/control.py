@@ -13,12 +13,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.namespace.process_state import capture_random
 from taas_magic.namespace.track import Tracker
 from taas_magic.wire import (
     AbortCollectives,
-    Channel,
-    ChannelClosedError,
     Exit,
     HomeFailed,
     InputLine,

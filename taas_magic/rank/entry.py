@@ -20,7 +20,7 @@ import taas._place
 from taas_magic.namespace import process_state
 from taas_magic.namespace.pack import ReceivedNamespace, load_namespace
 from taas_magic.namespace.track import Tracker
-from taas_magic.rank import landlock, meeting, output, rehearse, shell
+from taas_magic.rank import comms, landlock, meeting, output, rehearse, shell
 from taas_magic.rank.control import Control, Homebringer
 from taas_magic.rank.failure import Explain, missing_name_hint, report_failure
 from taas_magic.rank.writes import WriteGuard
@@ -86,6 +86,7 @@ class _Rank:
             send_display=lambda kind, content: control.send(RankDisplay(kind, content)),
             ask=lambda prompt, password: control.ask(RankInput(prompt, password)),
         )
+        comms.install(lambda kind, content: control.send(RankDisplay(kind, content)))
         control.may_close_connections = self._spawn.rank != 0
         control.start()
         try:

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import setproctitle
 
+from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.rank import processes
 from taas_magic.wire import (
     AgentExited,
     CellTask,
-    Channel,
-    ChannelClosedError,
     EndRun,
     FromAgent,
     Message,

@@ -21,8 +21,9 @@ import time
 
 import setproctitle
 
+from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.rank import preload, processes
-from taas_magic.wire import Channel, ChannelClosedError, ForkPreloaded, StartRun, ToZygote, Warm
+from taas_magic.wire import ForkPreloaded, StartRun, ToZygote, Warm
 
 _REAP_EVERY_S = 1.0
 
@@ -48,6 +49,7 @@ def main() -> None:
 
 def _import_what_ranks_use() -> None:
     import getpass  # noqa: F401
+
     import numpy.random  # noqa: F401
     import torch  # noqa: F401 - imported here so that no rank has to
     import torch.distributed  # noqa: F401

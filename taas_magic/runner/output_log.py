@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _COALESCE_BYTES = 64 * 1024
-_KINDS = ("stdout", "stderr", "display", "update", "clear", "result")
+_KINDS = ("stdout", "stderr", "display", "update", "clear", "result", "comm")
 
 
 @dataclass(frozen=True, slots=True)

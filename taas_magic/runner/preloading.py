@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from taas_magic.channel import ChannelClosedError
 from taas_magic.runner.zygote_link import PreloadedZygote, ZygoteLink
-from taas_magic.wire import ChannelClosedError, Preload, Preloaded, PreloadRefused
+from taas_magic.wire import Preload, Preloaded, PreloadRefused
 
 
 class Preloading:

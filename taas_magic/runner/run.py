@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.runner.cause import choose_cause
 from taas_magic.runner.hints import death_hint, oom_kills
 from taas_magic.runner.output_log import OutputLog
@@ -35,19 +36,17 @@ from taas_magic.wire import (
     CellFailed,
     CellFinished,
     CellStarted,
-    Channel,
-    ChannelClosedError,
     Display,
     EndRun,
     Exit,
     HomeArrived,
     HomeFailed,
+    HomeRefused,
     HomeTaken,
     InputLine,
     InputReply,
     InputRequest,
     Interrupt,
-    HomeRefused,
     MemoryFile,
     Message,
     Output,

@@ -37,7 +37,6 @@ from taas_magic.runner.phases import (
 )
 from taas_magic.wire import Death, FailureReport, LeftOut
 
-
 # -- instructions ----------------------------------------------------------------------------------------------------
 
 

@@ -21,13 +21,13 @@ import msgspec
 import setproctitle
 import zmq
 
+from taas_magic.channel import ChannelClosedError
 from taas_magic.runner.output_log import OutputLog
 from taas_magic.runner.preloading import Preloading
 from taas_magic.runner.run import Run, Source
 from taas_magic.runner.zygote_link import ZygoteLink
 from taas_magic.versions import mismatch, own_versions
 from taas_magic.wire import (
-    ChannelClosedError,
     Denied,
     Hello,
     LogPiece,

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.wire import (
-    Channel,
-    ChannelClosedError,
     ForkPreloaded,
     FromRank,
     FromRunZygote,

@@ -1,0 +1,125 @@
+"""How long until a cell runs on N ranks, beside what else launches ranks from a notebook. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from launching import report
+from launching.contestants import CONTESTANTS, Contestant
+from launching.measure import Bench, Samples
+
+from taas_magic._version import __version__
+from taas_magic.rank.processes import become_subreaper
+
+_ASK_VERSIONS = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+
+def main() -> None:
+    arguments = _parse()
+    become_subreaper()
+    versions = _versions(arguments)
+    results = _measure(arguments, versions)
+    text = _document(arguments, results, versions)
+    print(text)
+    if arguments.output is not None:
+        _write(arguments.output, text)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    keys = [contestant.key for contestant in CONTESTANTS]
+    parser.add_argument("--rounds", type=int, default=3, help="visits to each contestant, in turn (default: 3)")
+    parser.add_argument("--launches", type=int, default=3, help="launches a visit, of those that warm up (default: 3)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="numbers of ranks (default: 2 8)")
+    parser.add_argument("--only", nargs="+", choices=keys, default=keys, metavar="KEY", help=f"of {', '.join(keys)}")
+    parser.add_argument("--peers-python", default=sys.executable, help="an interpreter that has the peers installed")
+    parser.add_argument("--output", type=Path, help="write the tables into this Markdown file, between its two marks")
+    return parser.parse_args()
+
+
+def _measure(arguments: argparse.Namespace, versions: dict[str, str | None]) -> report.Results:
+    chosen = [contestant for contestant in CONTESTANTS if contestant.key in arguments.only]
+    results: report.Results = {(each.key, ranks): Samples() for each in chosen for ranks in arguments.ranks}
+    for (key, _), samples in results.items():
+        needs = next(contestant.needs for contestant in chosen if contestant.key == key)
+        if versions[needs] is None:
+            samples.problems["all"] = f"{needs} is not installed for the interpreter of --peers-python"
+    with tempfile.TemporaryDirectory(prefix="taas-bench-") as directory:
+        bench = Bench(sys.executable, arguments.peers_python, Path(directory), arguments.launches)
+        for number in range(arguments.rounds):
+            for contestant in chosen:
+                for ranks in arguments.ranks:
+                    _visit(bench, contestant, ranks, results, f"round {number + 1} of {arguments.rounds}")
+    return results
+
+
+def _visit(bench: Bench, contestant: Contestant, ranks: int, results: report.Results, what: str) -> None:
+    print(f"{what}: {contestant.key}, {ranks} ranks (load {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
+    bench.visit(contestant, ranks, results[contestant.key, ranks])
+
+
+def _versions(arguments: argparse.Namespace) -> dict[str, str | None]:
+    # Ours may be imported from a checkout, which no package manager knows.
+    versions: dict[str, str | None] = {"taas-magic": __version__}
+    for python, is_peer in ((sys.executable, False), (arguments.peers_python, True)):
+        names = {contestant.needs for contestant in CONTESTANTS if contestant.is_peer == is_peer}
+        names = names - {"taas-magic"} | (set() if is_peer else {"ipython"})
+        command = [python, "-c", _ASK_VERSIONS, *sorted(names)]
+        versions |= json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    return versions
+
+
+def _document(arguments: argparse.Namespace, results: report.Results, versions: dict[str, str | None]) -> str:
+    installed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if version is not None)
+    options = f"--rounds {arguments.rounds} --launches {arguments.launches}"
+    options += f" --ranks {' '.join(map(str, arguments.ranks))}"
+    if arguments.only != [contestant.key for contestant in CONTESTANTS]:
+        options += f" --only {' '.join(arguments.only)}"
+    if arguments.peers_python != sys.executable:
+        options += " --peers-python PEERS"
+    return f"""\
+Seconds, as median (least to most) of one run: {arguments.rounds} interleaved rounds, {arguments.launches} launches a round
+of those that warm up, 1 of the others. Ranks on CPU, gloo.
+
+{report.tables(results)}
+Targets:
+
+{report.targets(results)}
+
+Measured on {report.hardware()}; Python {platform.python_version()}, {installed}.
+Command: `python benchmarks/launch.py {options}`
+"""
+
+
+_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace what stands between the marks, or append it with the marks where there are none."""
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    if _BEGIN in old:
+        head, _, rest = old.partition(_BEGIN)
+        tail = rest.partition(_END)[2]
+    else:
+        head, tail = (old + "\n" if old else ""), "\n"
+    path.write_text(f"{head}{_BEGIN}\n{text}{_END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

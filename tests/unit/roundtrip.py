@@ -1,0 +1,154 @@
+"""A notebook's namespace whose cells go through a real child process and come back, without runner and ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+from taas_magic.namespace.home import HomeLoadError, Homecoming, load_homecoming
+from taas_magic.namespace.names import names_of_cell
+from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
+
+_CHILD = Path(__file__).with_name("roundtrip_child.py")
+_MAX_MESSAGE_BYTES = 1 << 17
+_DEADLINE_S = 60.0
+
+
+class Child:
+    """The warm process that cells are forked from. Use :func:`warm_child`."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+
+    def send(self, parcel_fd: int, source: str) -> socket.socket:
+        """Start a cell on a parcel; what it has to say comes through the socket that is returned."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._requests, [source.encode()], [parcel_fd, theirs.fileno()])
+        ours.settimeout(_DEADLINE_S)
+        return ours
+
+
+@contextlib.contextmanager
+def warm_child() -> Iterator[Child]:
+    """Start the process that cells are forked from, and end it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            fd = theirs.fileno()
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            process = subprocess.Popen([sys.executable, str(_CHILD), str(fd)], pass_fds=(fd,), env=environment)
+        try:
+            ours.settimeout(_DEADLINE_S)
+            assert ours.recv(16) == b"warm"
+            yield Child(ours)
+        finally:
+            ours.close()
+            process.wait(_DEADLINE_S)
+
+
+@dataclass
+class Trip:
+    """What one cell brought home.
+
+    Attributes:
+        error: The traceback of the exception that ended the cell, or "".
+        not_home: (expression, reason) of what could not come.
+        unwrapped: Names of DDP wrappers.
+        problems: What could not be applied.
+        home: What came.
+        packed: What had been sent.
+        home_bytes: Size of the parcel that came.
+    """
+
+    error: str
+    not_home: dict[str, str]
+    unwrapped: list[str]
+    problems: list[str]
+    home: Homecoming
+    packed: PackedNamespace
+    home_bytes: int
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def result(self) -> Any:
+        """What the cell called ``result``, as a record of its own."""
+        return self.home.extra["result"]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Size of the parcel that was sent."""
+        return self.packed.parcel.size_bytes
+
+
+class Notebook:
+    """A namespace with plain cells (:meth:`run`) and cells that run elsewhere (:meth:`cell`)."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.names[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def run(self, source: str) -> None:
+        """Run a plain cell here."""
+        exec(compile(source, "<notebook>", "exec"), self.names)
+
+    def cell(self, source: str, *with_names: str, fails: bool = False) -> Trip:
+        """Run a cell in a child process, and bring home what it did."""
+        packed = self.pack(source, *with_names)
+        try:
+            with self._child.send(packed.parcel.fd, source) as talk:
+                trip = self._come_home(talk, packed)
+        finally:
+            packed.parcel.close()
+        assert bool(trip.error) == fails, trip.error
+        return trip
+
+    def pack(self, source: str, *with_names: str) -> PackedNamespace:
+        """Pack what a cell needs."""
+        names = names_of_cell(source, TransformerManager().transform_cell)
+        selection = Selection((*names.needed, *with_names), names.maybe)
+        return pack_namespace(self.names, selection)
+
+    def _come_home(self, talk: socket.socket, packed: PackedNamespace) -> Trip:
+        refused: dict[str, str] = {}
+        while True:
+            message, fds, _, _ = socket.recv_fds(talk, _MAX_MESSAGE_BYTES, 1)
+            assert fds, "the child ended before its cell came home; its traceback is in the captured stderr"
+            report = json.loads(message)
+            try:
+                home = load_homecoming(fds[0], packed, self.names)
+            except HomeLoadError as error:
+                assert error.label not in refused, "a record came again that was refused"
+                refused[error.label] = error.reason
+                talk.send(json.dumps(list(refused)).encode())
+                continue
+            finally:
+                home_bytes = os.fstat(fds[0]).st_size
+                os.close(fds[0])
+            problems = home.apply(packed, self.names)
+            return Trip(
+                error=report["error"],
+                not_home=dict(report["not_home"]),
+                unwrapped=report["unwrapped"],
+                problems=problems,
+                home=home,
+                packed=packed,
+                home_bytes=home_bytes,
+                refused=refused,
+            )
