@@ -94,8 +94,8 @@ def _document(arguments: argparse.Namespace, results: report.Results, versions: 
     if arguments.peers_python != sys.executable:
         options += " --peers-python PEERS"
     return f"""\
-Seconds, as median (least to most) of one run: {arguments.rounds} interleaved rounds, {arguments.launches} launches a round
-of those that warm up, 1 of the others. Ranks on CPU, gloo.
+Seconds, as median (least to most) of one run: {arguments.rounds} interleaved rounds, {arguments.launches} launches a
+round of those that warm up, 1 of the others. Ranks on CPU, gloo.
 
 {report.tables(results)}
 Targets:

@@ -1,8 +1,8 @@
 """Messages and descriptors over a Unix stream socket.
 
 A frame is a header (size of the message, number of descriptors), then the message by msgpack. The descriptors come with
-the frame's first bytes. Whoever cannot be understood is not listened to any further: a stream cannot be entered again in
-the middle.
+the frame's first bytes. Whoever cannot be understood is not listened to any further: a stream cannot be entered again
+in the middle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<IH")
 MAX_FRAME_BYTES = 2**30
 _MAX_DESCRIPTORS = 16
 _CHUNK_BYTES = 256 * 1024
-#: What is read at once before the caller gets to handle it, so that a loud sender neither holds it up nor fills its memory.
+#: What is read at once before the caller gets to handle it: a loud sender neither holds it up nor fills its memory.
 _READ_AHEAD_BYTES = 16 * 2**20
 
 
@@ -41,7 +41,7 @@ class Channel(Generic[M]):
         sock: A connected ``AF_UNIX`` stream socket; owned from now on.
         receives: The union of messages that may arrive.
 
-    Sending is safe from several threads; receiving is for one thread. Descriptors that are received belong to the caller.
+    Sending is safe from several threads; receiving is for one thread, which owns the descriptors that it receives.
     """
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:

@@ -236,6 +236,13 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "A file of `KEY=VALUE` lines that are set in the environment of every rank.",
         "env_file",
     ),
+    Flag(
+        "--dry-run",
+        "",
+        lambda _: True,
+        "Run nothing: list what would travel (name, type, size, and why) and what would come home.",
+        "dry_run",
+    ),
 )
 
 

@@ -95,6 +95,8 @@ class Pragma:
     timeout_s: float | None = None
     #: Path of a file with environment variables, as it was typed.
     env_file: str | None = None
+    #: Only list what would travel.
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         self._check_ranges()

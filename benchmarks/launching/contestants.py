@@ -28,7 +28,6 @@ class Contestant:
         needs: The distribution that must be installed.
         is_peer: Whether it runs with ``--peers-python``.
         warms_up: Whether one launch that is not measured precedes the measured ones of a notebook.
-        is_single_use: Whether a notebook can launch only once.
         kinds: The kinds of job that make sense for it.
     """
 
@@ -40,7 +39,6 @@ class Contestant:
     needs: str = "torch"
     is_peer: bool = False
     warms_up: bool = True
-    is_single_use: bool = False
     kinds: tuple[str, ...] = KINDS
 
 
@@ -211,9 +209,8 @@ CONTESTANTS = (
         needs="nbdistributed",
         is_peer=True,
         warms_up=False,
-        # Its own shutdown is never called, since it may end processes of the whole machine by name (`pkill -f`). What
-        # a notebook leaves is ended by process id.
-        is_single_use=True,
+        # One launch, and no teardown: its own may end processes of the whole machine by name (`pkill -f`). What the
+        # notebook leaves is ended by process id.
         kinds=_STARTS,
     ),
     Contestant(

@@ -25,8 +25,8 @@ _REACTION_LIMIT_S = 20.0
 class Samples:
     """What was measured of one contestant with one number of ranks; seconds, by measure.
 
-    Measures: ``user``, ``reduced`` (from submit to that on all ranks), ``whole`` (a launch to idle), ``empty`` (an empty
-    cell to idle), ``failure`` (from a raise to the cell's error), ``stop`` (from SIGINT to idle).
+    Measures: ``user``, ``reduced`` (from submit to that on all ranks), ``empty`` (an empty cell, to idle), ``failure``
+    (from a raise to the cell's error), ``stop`` (from SIGINT to idle).
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -57,12 +57,9 @@ class Bench:
 
     def visit(self, contestant: Contestant, num_ranks: int, samples: Samples) -> None:
         """Measure every kind of job once or a few times; what goes wrong is noted, and not tried again."""
-        for kinds in (
-            [("launch",), ("empty",), ("failure",), ("stop",)] if contestant.is_single_use else [contestant.kinds]
-        ):
-            todo = [kind for kind in kinds if kind in contestant.kinds and kind not in samples.problems]
-            while todo and "all" not in samples.problems:
-                self._one_notebook(contestant, num_ranks, samples, todo)
+        todo = [kind for kind in contestant.kinds if kind not in samples.problems]
+        while todo and "all" not in samples.problems:
+            self._one_notebook(contestant, num_ranks, samples, todo)
 
     def _one_notebook(self, contestant: Contestant, num_ranks: int, samples: Samples, todo: list[str]) -> None:
         """Work off ``todo`` until it is empty or the notebook cannot be used any more."""
@@ -121,7 +118,6 @@ class Bench:
                 raise NotebookError(f"{len(stamps)} of {job.num_ranks} ranks ran; {notebook.log_tail()}")
             samples.add("user", max(user_at for user_at, _ in stamps) - run.submitted_at)
             samples.add("reduced", max(reduced_at for _, reduced_at in stamps) - run.submitted_at)
-            samples.add("whole", run.idle_at - run.submitted_at)
         elif job.kind == "empty":
             samples.add("empty", run.idle_at - run.submitted_at)
         elif watch.since is None:

@@ -206,12 +206,17 @@ class _Packing:
         self._current = label
         self._pickler.dump((label, value))
 
-    def _saw_function(self, func: types.FunctionType) -> None:
+    def _saw_function(self, func: types.FunctionType) -> dict[str, Any]:
+        """Have the function's globals packed too; returns the modules among them, which can be bound along with it."""
         self._note_source(func.__code__)
         names = sorted(globals_of_code(func.__code__))
         self._enqueue(names, f"{self._why} → {self._current}", in_functions=True)
         if self._load_order(self._current) == _VALUE:
             self.late_names.update(name for name in names if name in self._whys and name not in self._recorded)
+        modules = {name: self.main[name] for name in names if name in self._whys or name in self._recorded}
+        modules = {name: value for name, value in modules.items() if isinstance(value, types.ModuleType)}
+        self.late_names.difference_update(modules)
+        return modules
 
     def _note_source(self, code: types.CodeType) -> None:
         """Send the source of notebook code along, for tracebacks and ``inspect.getsource`` in the ranks."""

@@ -17,6 +17,7 @@ from taas_magic.errors import CannotTravelError, PragmaError
 from taas_magic.namespace import process_state
 from taas_magic.namespace.names import CellNames, names_of_cell
 from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
+from taas_magic.notebook.plan import describe_plan
 from taas_magic.notebook.view import NotebookView
 from taas_magic.pragma import ParsedCell, Pragma
 from taas_magic.settings import Settings, load_settings
@@ -46,6 +47,9 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     environment = _environment(pragma)
     session.warm_up()
     names = names_of_cell(parsed.code, transform)
+    if pragma.dry_run:
+        _show_plan(_pack(shell, names, pragma, environment), names)
+        return
     # Packed before the zygote is waited for: what cannot travel is said at once.
     packed = _pack(shell, names, pragma, environment)
     view = NotebookView(shell)
@@ -67,6 +71,13 @@ def number_of_cell(shell: InteractiveShell) -> int:
     """
     history = shell.history_manager
     return shell.execution_count if history is None else len(history.input_hist_raw) - 1
+
+
+def _show_plan(packed: PackedNamespace, names: CellNames) -> None:
+    try:
+        print(describe_plan(packed, sorted(names.bound)))
+    finally:
+        packed.parcel.close()
 
 
 def _refuse_unsupported(pragma: Pragma) -> None:

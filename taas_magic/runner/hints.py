@@ -30,8 +30,8 @@ def death_hint(exit_code: int, new_oom_kills: int) -> str:
 
 
 _SIGNAL_HINTS = {
-    -signal.SIGSEGV: "a crash in native code (C++, CUDA, an extension module); the last lines of its output may tell where",
-    -signal.SIGABRT: "native code gave up (an assertion or an uncaught C++ exception); the last lines of its output may tell why",
+    -signal.SIGSEGV: "a crash in native code (C++, CUDA, an extension module); its last lines of output may tell where",
+    -signal.SIGABRT: "native code gave up (an assertion, an uncaught C++ exception); its last lines may tell why",
     -signal.SIGBUS: "memory that was promised was not there: /dev/shm or a memory-mapped file ran out of space",
     -signal.SIGFPE: "a division by zero in native code",
     -signal.SIGILL: "an instruction that this CPU does not have: a library was built for another one",

@@ -235,11 +235,24 @@ class Run:
         try:
             for message, descriptors in channel.receive_available():
                 self._take(rank, message, descriptors)
+                for fd in descriptors:
+                    os.close(fd)
         except ChannelClosedError:
             channel.close()
             rank.channel = None
+        except msgspec.MsgspecError as error:
+            self._stop_listening(rank, error)
+
+    def _stop_listening(self, rank: RankLink, error: Exception) -> None:
+        """Give up a rank whose code wrote into the socket that is ours; it ends when it finds the socket closed."""
+        text = f"taas: rank {rank.rank} sent what is no message ({error}); it is not listened to any further\n"
+        self.log.append(rank.rank, "stderr", text.encode(), sealed=self._cursor)
+        if rank.channel is not None:
+            rank.channel.close()
+            rank.channel = None
 
     def _take(self, rank: RankLink, message: object, descriptors: list[int]) -> None:
+        """Carry out what a rank says; takes the descriptors that it keeps off the list."""
         now = time.monotonic()
         if isinstance(message, RankDisplay):
             # The rank flushed its streams before: what they hold comes first.
@@ -253,11 +266,14 @@ class Run:
             self._do(self.state.rank_finished(rank.rank, message.left_out, now))
         elif isinstance(message, CellFailed):
             self._read_pipes(rank)
-            self._do(self.state.rank_failed(message.report, message.left_out, now))
+            report = msgspec.structs.replace(message.report, rank=rank.rank)
+            self._do(self.state.rank_failed(report, message.left_out, now))
         elif isinstance(message, RankHome):
-            self._announce_home(message, descriptors[0])
+            if rank.rank == 0 and descriptors and self.state.awaits_home:
+                self._announce_home(message, descriptors.pop(0))
         elif isinstance(message, HomeFailed):
-            self._do(self.state.home_failed(message.reason, now))
+            if rank.rank == 0:
+                self._do(self.state.home_failed(message.reason, now))
         elif isinstance(message, RankInput) and rank.rank != 0:
             # Which rank asks could not be seen in a front end; the rank raises EOFError.
             rank.send(InputLine(None))

@@ -1,13 +1,13 @@
 """The life of a run as a state machine without I/O: an event in, instructions out.
 
 The shell around it (:mod:`taas_magic.runner.run`) turns messages, signals and the clock into events, and carries the
-instructions out. Two tables say where a rank and what comes home can go; everything else is the stop. ``docs/states.md``
-shows both, and :meth:`RunState.check` states the invariants.
+instructions out. Two tables (:mod:`taas_magic.runner.phases`) say where a rank and what comes home can go; the rest is
+the stop. ``docs/states.md`` shows both, and :meth:`RunState.check` states the invariants.
 
-How a run is stopped: the ranks that are still busy are interrupted (``KeyboardInterrupt``); a rank whose Python code has
-not seen that shortly after waits in a collective, which is then broken off; rank 0 is asked for what it has; what still
-lives after the grace time is terminated, then killed. When a rank has failed, the grace is short and the failed rank is
-kept alive until the others have stopped, so that no peer fails because of it and hides the cause.
+How a run is stopped: the ranks that are still busy are interrupted (``KeyboardInterrupt``); a rank whose Python code
+has not seen that shortly after waits in a collective, which is then broken off; rank 0 is asked for what it has; what
+still lives after the grace time is terminated, then killed. When a rank has failed, the grace is short and the failed
+rank is kept alive until the others have stopped, so that no peer fails because of it and hides the cause.
 """
 
 from __future__ import annotations

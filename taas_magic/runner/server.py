@@ -1,12 +1,13 @@
 """The runner: it starts the zygote, takes runs from one kernel, and keeps their output.
 
-It imports no torch and unpickles nothing. Its one loop polls the kernel's socket, the zygote and the pipes of the active run.
-It ends when its kernel does.
+It imports no torch and unpickles nothing. Its one loop polls the kernel's socket, the zygote and the pipes of the active
+run. It ends when its kernel does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from taas_magic.runner.run import Run, Source
 from taas_magic.runner.zygote_link import ZygoteLink
 from taas_magic.versions import mismatch, own_versions
 from taas_magic.wire import (
+    PROTOCOL_VERSION,
     Denied,
     Hello,
     LogPiece,
@@ -54,7 +56,7 @@ class Server:
     """The runner of one kernel.
 
     Args:
-        directory: A directory of mode 0700: the socket, logs and temporary files lie in it, and it is removed at the end.
+        directory: A directory of mode 0700 for the socket, logs and temporary files; it is removed at the end.
         token: What the kernel must say to be served.
         kernel_pid: The process to live as long as.
     """
@@ -149,9 +151,10 @@ class Server:
                 if isinstance(message, Warm):
                     self._ready = Ready(message.num_gpus, message.seconds)
                     self._send(self._ready)
-        except ChannelClosedError:
+        except (ChannelClosedError, msgspec.MsgspecError):
             self._zygote_is_heard = False
             self._ready = None
+            self._zygote.channel.close()
             code = self._zygote.process.wait()
             self._send(Denied(f"the zygote ended with code {code}; what it wrote:\n{self._own_log_tail()}"))
             self._stop = True
@@ -165,7 +168,10 @@ class Server:
 
     def _send(self, message: Message) -> None:
         if self._client is not None:
-            self._socket.send_multipart([self._client, msgspec.msgpack.encode(message)])
+            self._answer(self._client, message)
+
+    def _answer(self, sender: bytes, message: Message) -> None:
+        self._socket.send_multipart([sender, msgspec.msgpack.encode(message)])
 
     def _hear_kernel(self) -> None:
         while True:
@@ -177,7 +183,8 @@ class Server:
                 continue
             try:
                 message = self._decoder.decode(frames[1])
-            except msgspec.MsgspecError:
+            except msgspec.MsgspecError as error:
+                self._answer(frames[0], Denied(f"not a message of protocol {PROTOCOL_VERSION}: {error}"))
                 continue
             self._obey(frames[0], message)
 
@@ -185,8 +192,7 @@ class Server:
         if isinstance(message, Hello):
             self._welcome(sender, message)
         elif sender != self._client:
-            reply = msgspec.msgpack.encode(Denied("not authorised: say the token first"))
-            self._socket.send_multipart([sender, reply])
+            self._answer(sender, Denied("not authorised: say the token first"))
         elif isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, ReadLog):
@@ -203,12 +209,16 @@ class Server:
                     run.obey(message)
 
     def _welcome(self, sender: bytes, hello: Hello) -> None:
-        if hello.token != self._token:
-            self._socket.send_multipart([sender, msgspec.msgpack.encode(Denied("not authorised: wrong token"))])
+        """Listen to a connection from now on: first its token, then its versions have to be right."""
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            self._answer(sender, Denied("not authorised: wrong token"))
             return
         difference = mismatch(hello.versions, own_versions())
+        if difference:
+            self._answer(sender, Denied(f"versions differ: {difference}"))
+            return
         self._client = sender
-        self._send(Denied(f"versions differ: {difference}") if difference else Welcome(own_versions(), os.getpid()))
+        self._send(Welcome(own_versions(), os.getpid()))
         if self._ready is not None:
             self._send(self._ready)
 
@@ -225,14 +235,33 @@ class Server:
         except OSError as error:
             self._send(Denied(f"the cell's state cannot be read: {error}", run_id))
             return
-        run_directory = self._directory / f"run-{run_id}"
+        try:
+            self._run = self._start(submit, parcel_fd)
+        except OSError as error:
+            # No descriptors, no disk, the same id again, a zygote that has just ended.
+            self._send(Denied(f"the run cannot be started: {error}", run_id))
+            return
+        finally:
+            os.close(parcel_fd)
+        self._keep(self._run)
+
+    def _start(self, submit: Submit, parcel_fd: int) -> Run:
+        """Start the processes of a run.
+
+        Raises:
+            OSError: if the machine lacks something for it; nothing is left behind then.
+        """
+        run_directory = self._directory / f"run-{submit.task.run_id}"
         run_directory.mkdir(mode=0o700)
         task = msgspec.structs.replace(submit.task, run_dir=str(run_directory))
         preloaded = self._preloading.fit_for(task.environment)
-        link = self._zygote.start_run(RunTask(task), parcel_fd, preloaded)
-        os.close(parcel_fd)
-        self._run = Run(submit, link, run_directory, self._send)
-        self._keep(self._run)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, run_directory, ignore_errors=True)
+            link = self._zygote.start_run(RunTask(task), parcel_fd, preloaded)
+            undo.callback(link.close)
+            run = Run(submit, link, run_directory, self._send)
+            undo.pop_all()
+        return run
 
     def _keep(self, run: Run) -> None:
         self._logs[run.id] = (run.log, run.num_ranks)

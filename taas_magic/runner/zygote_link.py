@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -60,9 +59,13 @@ class ZygoteLink:
         zygote.send(StartRun(task.task.run_id), (theirs.fileno(),))
         theirs.close()
         run = RunLink(Channel(ours, FromRunZygote), [])
-        for rank in range(task.task.num_ranks):
-            run.ranks.append(_connect_rank(run.channel, rank))
-        run.channel.send(task, (parcel_fd,))
+        try:
+            for rank in range(task.task.num_ranks):
+                run.ranks.append(_connect_rank(run.channel, rank))
+            run.channel.send(task, (parcel_fd,))
+        except OSError:
+            run.close()
+            raise
         return run
 
 
@@ -92,6 +95,7 @@ class RankLink:
                 self.channel.send(message)
 
     def close(self) -> None:
+        """Close what is still open."""
         for fd in (self.stdout_fd, self.stderr_fd):
             if fd >= 0:
                 os.close(fd)
@@ -109,23 +113,33 @@ class RunLink:
     ranks: list[RankLink]
 
     def send(self, message: Message) -> None:
+        """Send to the run zygote, if it is still there."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self.channel.send(message)
 
     def close(self) -> None:
+        """Close everything; the run zygote ends its run when it finds that."""
         for rank in self.ranks:
             rank.close()
         self.channel.close()
 
 
 def _connect_rank(channel: Channel[FromRunZygote], rank: int) -> RankLink:
-    stdout_reader, stdout_writer = os.pipe()
-    stderr_reader, stderr_writer = os.pipe()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    for reader in (stdout_reader, stderr_reader):
-        os.set_blocking(reader, False)
-    channel.send(RankDescriptors(rank), (stdout_writer, stderr_writer, theirs.fileno()))
-    os.close(stdout_writer)
-    os.close(stderr_writer)
-    theirs.close()
-    return RankLink(rank, stdout_reader, stderr_reader, Channel(ours, FromRank))
+    """Make a rank's pipes and socket and hand one end of each over; all of them or, with an OSError, none."""
+    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        stdout_reader, stdout_writer = _pipe(ours, theirs)
+        stderr_reader, stderr_writer = _pipe(ours, theirs)
+        our_socket, their_socket = Channel.pair()
+        ours.callback(our_socket.close)
+        theirs.callback(their_socket.close)
+        channel.send(RankDescriptors(rank), (stdout_writer, stderr_writer, their_socket.fileno()))
+        ours.pop_all()
+        return RankLink(rank, stdout_reader, stderr_reader, Channel(our_socket, FromRank))
+
+
+def _pipe(reader_closes: contextlib.ExitStack, writer_closes: contextlib.ExitStack) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    reader_closes.callback(os.close, reader)
+    writer_closes.callback(os.close, writer)
+    os.set_blocking(reader, False)
+    return reader, writer
