@@ -44,7 +44,8 @@ class RunnerProcess:
         self._decoder: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
         self._log: IO[bytes] = (self.directory / "runner.log").open("wb")
         self.ready: Ready | None = None
-        self.started_at = time.monotonic()
+        #: CUDA_VISIBLE_DEVICES as the zygote counts its GPUs by.
+        self.cuda_visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

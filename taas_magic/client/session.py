@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterator
@@ -122,6 +123,21 @@ class Session:
             if piece.last:
                 return
             yield piece.kind, piece.data
+
+
+def visible_gpus(num_gpus: int, at_start: str | None, now: str | None) -> int:
+    """GPUs that ranks will see: as counted, unless CUDA_VISIBLE_DEVICES has been changed since the runner started.
+
+    Args:
+        num_gpus: What the zygote counted.
+        at_start: The variable when the runner was started; None where it was not set.
+        now: The variable in the environment that ranks get.
+    """
+    if now == at_start or now is None:
+        return num_gpus
+    entries = [entry.strip() for entry in now.split(",")]
+    # As CUDA reads it: the first entry that is no device ends the list.
+    return len(list(itertools.takewhile(lambda entry: entry not in ("", "-1"), entries)))
 
 
 def place_locally(pragma: Pragma, num_gpus: int, settings: Settings) -> Place:

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.failures import exception_of
 from taas_magic.client.run import RunOutcome, RunRequest
-from taas_magic.client.session import Place, Session, new_run_id, place_locally
+from taas_magic.client.session import Place, Session, new_run_id, place_locally, visible_gpus
 from taas_magic.envfile import read_env_file
 from taas_magic.errors import CannotTravelError, PragmaError
 from taas_magic.namespace import process_state
@@ -55,7 +55,9 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     view = NotebookView(shell)
     try:
         runner, ready = session.ready_runner(view)
-        place = place_locally(pragma, ready.num_gpus, settings)
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        num_gpus = visible_gpus(ready.num_gpus, runner.cuda_visible_devices, visible)
+        place = place_locally(pragma, num_gpus, settings)
         request = _request(shell, parsed, packed, place, settings, environment)
         _announce(view, place)
         outcome = session.run(request, shell.user_ns, view, runner)

@@ -122,12 +122,7 @@ class _Rank:
             own_temporary.mkdir(exist_ok=True)
             os.environ["TMPDIR"] = str(own_temporary)
         tempfile.tempdir = None
-        import torch
-
-        torch.set_num_threads(threads)
-        if torch.cuda.is_available():
-            # `cuda` alone means this rank's GPU from the moment that CUDA is initialised, and no sooner.
-            torch.cuda._lazy_call(lambda: torch.cuda.set_device(local_rank))
+        self._num_threads = threads
 
     def _guard_writes(self) -> None:
         """Take the right to write in the project, while this process still has one thread (Landlock works by thread)."""
@@ -141,7 +136,15 @@ class _Rank:
         self._explanations.append(self._guard.explain)
 
     def _prepare_torch(self) -> None:
+        import torch
+
         meeting.number_meetings()
+        torch.set_num_threads(self._num_threads)
+        # Asking for GPUs may start threads, so it comes after the write guard, which needs a single one.
+        if not self._task.rehearse and torch.cuda.is_available():
+            local_rank = self._spawn.local_rank
+            # `cuda` alone means this rank's GPU from the moment that CUDA is initialised, and no sooner.
+            torch.cuda._lazy_call(lambda: torch.cuda.set_device(local_rank))
         if self._task.rehearse:
             rehearse.install()
             self._explanations.append(rehearse.explain)

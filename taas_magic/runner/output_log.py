@@ -12,10 +12,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
+
+from taas_magic.wire import DisplayKind, StreamKind
 
 _COALESCE_BYTES = 64 * 1024
-_KINDS = ("stdout", "stderr", "display", "update", "clear", "result")
-_NUM_STREAMS = 2
+_STREAMS: tuple[str, ...] = get_args(StreamKind)
+_KINDS: tuple[str, ...] = (*_STREAMS, *get_args(DisplayKind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +26,14 @@ class Piece:
     """A piece of output of one rank; ``kind`` is a stream or a kind of display."""
 
     rank: int
-    kind: str
+    #: Any is one of :data:`taas_magic.wire.StreamKind` and :data:`taas_magic.wire.DisplayKind`.
+    kind: Any
     data: bytes
 
     @property
     def is_stream(self) -> bool:
         """Whether it was written to a stream, and not displayed."""
-        return self.kind in _KINDS[:_NUM_STREAMS]
+        return self.kind in _STREAMS
 
 
 class OutputLog:
@@ -46,9 +50,9 @@ class OutputLog:
         self._end = 0
         #: Bytes that there was no room for.
         self.lost_bytes = 0
-        # One column a field: a log may have millions of pieces. The offset of a piece that is not in the file is its
-        # position among the notices.
+        # One column a field: a log may have millions of pieces.
         self._ranks, self._kinds, self._offsets, self._sizes = array("H"), array("B"), array("Q"), array("Q")
+        #: What the log itself has to say, by position; it is not in the file.
         self._notices: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -86,7 +90,7 @@ class OutputLog:
         last = len(self._sizes) - 1
         return (
             last >= sealed
-            and code < _NUM_STREAMS
+            and code < len(_STREAMS)
             and self._ranks[last] == rank
             and self._kinds[last] == code
             and last not in self._notices
@@ -130,7 +134,7 @@ class OutputLog:
         collected: list[bytes] = []
         size_bytes = num_breaks = 0
         for index in range(len(self._sizes) - 1, -1, -1):
-            if self._ranks[index] != rank or self._kinds[index] >= _NUM_STREAMS:
+            if self._ranks[index] != rank or self._kinds[index] >= len(_STREAMS):
                 continue
             data = self.read(index).data
             collected.append(data)

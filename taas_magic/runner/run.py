@@ -174,7 +174,7 @@ class Run:
                 continue
             piece = self.log.read(index)
             self._unseen_bytes += len(piece.data)
-            kind = Output if piece.is_stream else Display
+            kind: type[Output | Display] = Output if piece.is_stream else Display
             self._send(kind(self.id, rank, piece.kind, piece.data))
         if self._ended is not None and self._cursor == len(self.log):
             self._send(self._ended)
@@ -268,18 +268,21 @@ class Run:
             self._read_pipes(rank)
             report = msgspec.structs.replace(message.report, rank=rank.rank)
             self._do(self.state.rank_failed(report, message.left_out, now))
-        elif isinstance(message, RankHome):
-            if rank.rank == 0 and descriptors and self.state.awaits_home:
-                self._announce_home(message, descriptors.pop(0))
-        elif isinstance(message, HomeFailed):
-            if rank.rank == 0:
-                self._do(self.state.home_failed(message.reason, now))
-        elif isinstance(message, RankInput) and rank.rank != 0:
+        elif rank.rank == 0:
+            self._take_from_rank_0(rank, message, descriptors)
+        elif isinstance(message, RankInput):
             # Which rank asks could not be seen in a front end; the rank raises EOFError.
             rank.send(InputLine(None))
-        elif isinstance(message, RankInput):
+
+    def _take_from_rank_0(self, rank: RankLink, message: object, descriptors: list[int]) -> None:
+        """Carry out what only rank 0 has a say in."""
+        if isinstance(message, RankInput):
             self._read_pipes(rank)
             self._send(InputRequest(self.id, rank.rank, message.prompt, message.password))
+        elif isinstance(message, HomeFailed):
+            self._do(self.state.home_failed(message.reason, time.monotonic()))
+        elif isinstance(message, RankHome) and descriptors and self.state.awaits_home:
+            self._announce_home(message, descriptors.pop(0))
 
     def _announce_home(self, message: RankHome, parcel_fd: int) -> None:
         self._close_parcel()

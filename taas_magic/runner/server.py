@@ -1,7 +1,7 @@
 """The runner: it starts the zygote, takes runs from one kernel, and keeps their output.
 
-It imports no torch and unpickles nothing. Its one loop polls the kernel's socket, the zygote and the pipes of the active
-run. It ends when its kernel does.
+It imports no torch and unpickles nothing. Its one loop polls the kernel's socket, the zygote and the pipes of the
+active run. It ends when its kernel does.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Server:
         self._directory = directory
         self._token = token
         self._kernel = os.pidfd_open(kernel_pid)
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(f"ipc://{directory}/runner.sock")
