@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -30,6 +31,12 @@ _CHUNK_BYTES = 256 * 1024
 _READ_AHEAD_BYTES = 16 * 2**20
 
 
+@functools.cache
+def decoder_of(messages: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The decoder for a union of messages; building one takes about a millisecond, and forks inherit it."""
+    return msgspec.msgpack.Decoder(messages)
+
+
 class ChannelClosedError(ConnectionError):
     """The other end of a channel has gone."""
 
@@ -46,7 +53,7 @@ class Channel(Generic[M]):
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         self._sock = sock
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(receives)
+        self._decoder: msgspec.msgpack.Decoder[M] = decoder_of(receives)
         self._lock = threading.Lock()
         self._pending = bytearray()
         self._descriptors: list[int] = []

@@ -299,6 +299,8 @@ class RunEnded(Message, frozen=True):
     tail: str = ""
     home: bool = False
     detail: str = ""
+    #: Ranks whose process went badly after their cell had run to its end.
+    late_deaths: list[Death] = []
 
 
 class LogPiece(Message, frozen=True):

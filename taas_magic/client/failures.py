@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,8 +20,17 @@ class RankTracebackError(Exception):
         return f"\n{self.args[0]}"
 
 
-def exception_of(ended: RunEnded, num_ranks: int, timeout_s: float | None) -> BaseException | None:
-    """The exception with which the cell fails; None where the run went well."""
+def exception_of(
+    ended: RunEnded, num_ranks: int, timeout_s: float | None, *, tail_lines: int = 20
+) -> BaseException | None:
+    """The exception with which the cell fails; None where the run went well.
+
+    Args:
+        ended: The runner's last word.
+        num_ranks: How many ranks there were.
+        timeout_s: What ``--timeout`` said, in seconds.
+        tail_lines: How many lines of a guilty rank's output to quote, where that was not shown.
+    """
     if ended.outcome == "ok":
         return None
     others = list(_describe_others(ended))
@@ -33,21 +43,20 @@ def exception_of(ended: RunEnded, num_ranks: int, timeout_s: float | None) -> Ba
     if ended.outcome == "interrupted":
         return _interrupt(ended, others)
     if ended.death is not None:
-        return _died(ended.death, num_ranks, others, ended.tail)
+        return _died(ended.death, num_ranks, [*_quote_tail(ended.death.rank, ended.tail, tail_lines), *others])
     if ended.failure is not None:
-        return _failed(ended.failure, num_ranks, others, ended.tail)
+        return _failed(ended.failure, num_ranks, [*_quote_tail(ended.failure.rank, ended.tail, tail_lines), *others])
     return RunnerLostError.of(f"the run could not go on: {ended.detail}", do="run the cell again")
 
 
-def _failed(report: FailureReport, num_ranks: int, others: list[str], tail: str) -> BaseException:
+def _failed(report: FailureReport, num_ranks: int, after: list[str]) -> BaseException:
     error = _rebuild(report)
     where = f"[rank {report.rank}]" if num_ranks > 1 else ""
     if where:
         error.add_note(f"{where} raised this; the other ranks were stopped" if num_ranks > 1 else where)
     error.__cause__ = RankTracebackError(report.plain_traceback)
     head = [f"{where} of {num_ranks} failed:"] if where else []
-    quoted = _quote_tail(report.rank, tail)
-    return _with_rendering(error, lambda: [*head, *report.traceback, *quoted, *others])
+    return _with_rendering(error, lambda: [*head, *report.traceback, *after])
 
 
 def _rebuild(report: FailureReport) -> BaseException:
@@ -73,7 +82,7 @@ def _interrupt(ended: RunEnded, others: list[str]) -> BaseException:
     return _with_rendering(error, lambda: [*report.traceback])
 
 
-def _died(death: Death, num_ranks: int, others: list[str], tail: str) -> RankDiedError:
+def _died(death: Death, num_ranks: int, after: list[str]) -> RankDiedError:
     how = describe_exit(death.exit_code)
     error = RankDiedError.of(
         f"rank {death.rank} of {num_ranks} {how} before it had finished the cell",
@@ -82,8 +91,7 @@ def _died(death: Death, num_ranks: int, others: list[str], tail: str) -> RankDie
     )
     error.args = (str(error).replace("expected: likely", "likely"),)
     error.rank, error.exit_code = death.rank, death.exit_code
-    quoted = _quote_tail(death.rank, tail)
-    return _with_rendering(error, lambda: [_stb_line(error), *quoted, *others])
+    return _with_rendering(error, lambda: [_stb_line(error), *after])
 
 
 def describe_exit(exit_code: int) -> str:
@@ -125,10 +133,15 @@ def _traceback_of(report: FailureReport | None) -> list[str]:
     return [] if report is None else [f"[rank {report.rank}] was here:", *report.traceback]
 
 
-def _quote_tail(rank: int, tail: str) -> list[str]:
-    if not tail:
+#: Lines of a crash's stack that belong to what runs the cell, not to the cell.
+_OUR_FRAMES = re.compile(r"""\s*File "[^"]*(/taas_magic/rank/|/IPython/core/|<frozen runpy>)""")
+
+
+def _quote_tail(rank: int, tail: str, num_lines: int) -> list[str]:
+    lines = [line for line in tail.splitlines() if line.strip() and not _OUR_FRAMES.match(line)][-num_lines:]
+    if not lines:
         return []
-    return [f"the last lines of rank {rank}:", *(f"  [rank {rank}] {line}" for line in tail.splitlines())]
+    return [f"the last lines of rank {rank}:", *(f"  [rank {rank}] {line}" for line in lines)]
 
 
 def _stb_line(error: BaseException) -> str:

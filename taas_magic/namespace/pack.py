@@ -327,7 +327,7 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
             try:
                 with without_warnings():
                     _, value = unpickler.load()
-            except Exception as error:
+            except BaseException as error:
                 error.add_note(f"while `{label}` of the notebook was loaded in the rank")
                 raise
             if label == STATE_RECORD:

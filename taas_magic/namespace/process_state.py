@@ -88,7 +88,7 @@ def set_environment(environment: dict[str, str]) -> None:
     """Replace the whole environment; C code sees it too."""
     for name in [name for name in os.environ if name not in environment]:
         del os.environ[name]
-    os.environ.update(environment)
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
 
 
 # -- random states ---------------------------------------------------------------------------------------------------
@@ -255,8 +255,11 @@ def _log_handlers() -> list[tuple[str, int, str | None, str | None]]:
 
 def _apply_logging(state: ProcessState) -> None:
     for name, level in state.logger_levels.items():
-        with contextlib.suppress(ValueError):
-            logging.getLogger(name or None).setLevel(level)
+        logger = logging.getLogger(name or None)
+        # Each setting empties the caches of all loggers.
+        if logger.level != level:
+            with contextlib.suppress(ValueError):
+                logger.setLevel(level)
     for stream, level, fmt, date_format in state.log_handlers:
         handler = logging.StreamHandler(getattr(sys, stream))
         handler.setLevel(level)

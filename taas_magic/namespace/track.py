@@ -83,7 +83,7 @@ class Tracker:
         #: Those that are updated by their state instead.
         self._changed_states: list[_Followed] = []
         self._followed = [self._follow(number, obj) for number, obj in self._origins.items()]
-        self._names = {name: self.note(value) for name, value in main.items()}
+        self._names = {name: self.note(value) for name, value in main.items() if self._is_notebook_name(name)}
 
     def _can_be_followed(self, obj: Any) -> bool:
         is_by_value = isinstance(obj, (tuple, frozenset, MainGlobals)) or obj is self._main
@@ -126,7 +126,7 @@ class Tracker:
         pickler = _DigestPickler(self, stream, OutgoingBlocks(), by_value=id(obj))
         try:
             pickler.dump(obj)
-        except Exception:
+        except BaseException:  # an object's own code may call sys.exit
             return None
         return stream.getvalue(), pickler.buffer_digests, pickler.block_digests()
 
@@ -222,7 +222,7 @@ class Tracker:
     def _problem(self, value: Any) -> BaseException | None:
         try:
             _HomePickler(self, io.BytesIO(), OutgoingBlocks()).dump(value)
-        except Exception as error:
+        except BaseException as error:
             return error
         return None
 
@@ -276,7 +276,7 @@ class _Packing:
             wrapped = len(pickler.unwrapped)
             try:
                 pickler.dump(value)
-            except Exception as error:
+            except BaseException as error:
                 raise _RecordError(label, error) from error
             if len(pickler.unwrapped) > wrapped and label.startswith("bind "):
                 self.unwrapped.append(label.removeprefix("bind "))

@@ -9,7 +9,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas_magic.client.failures import exception_of
+from taas_magic.client.failures import describe_exit, exception_of
 from taas_magic.client.run import RunOutcome, RunRequest
 from taas_magic.client.session import Place, Session, new_run_id, place_locally, visible_gpus
 from taas_magic.envfile import read_env_file
@@ -63,7 +63,7 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
         packed.parcel.close()
-    _conclude(view, outcome, pragma)
+    _conclude(view, outcome, pragma, settings)
 
 
 def number_of_cell(shell: InteractiveShell) -> int:
@@ -97,6 +97,8 @@ def rank_environment() -> dict[str, str]:
     environment = process_state.scrubbed(dict(os.environ))
     # The ranks of one machine need no interface that others can reach.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Front ends know colours and carriage returns; rich's live displays move the cursor up, which leaves every frame there.
+    environment.setdefault("TTY_INTERACTIVE", "0")
     return environment
 
 
@@ -171,12 +173,12 @@ def _announce(view: NotebookView, place: Place) -> None:
         )
 
 
-def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma) -> None:
+def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings: Settings) -> None:
     if outcome.has_result:
         view.keep_result(outcome.result)
     for notice in _notices(outcome):
         view.notice(notice)
-    error = exception_of(outcome.ended, pragma.gpus, pragma.timeout_s)
+    error = exception_of(outcome.ended, pragma.gpus, pragma.timeout_s, tail_lines=settings.output.tail_lines)
     if error is not None:
         raise error
 
@@ -192,6 +194,9 @@ def _notices(outcome: RunOutcome) -> list[str]:
     if not outcome.ended.home:
         reason = outcome.ended.detail or "rank 0 could not be reached"
         notices.append(f"nothing came home, the notebook is as it was before the cell: {reason}")
+    for death in outcome.ended.late_deaths:
+        how = f"rank {death.rank} {describe_exit(death.exit_code)} at its end, after the cell had finished"
+        notices.append(f"{how}: {death.hint}" if death.hint else how)
     for what, path, ranks in _left_out(outcome):
         notices.append(f"{what}({path!r}) was left out on {ranks}: rank 0 writes it (--writes all lets every rank)")
     return notices

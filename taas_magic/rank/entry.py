@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -59,6 +60,8 @@ class Given:
 def run_rank(given: Given, stdout_fd: int, stderr_fd: int, control: socket.socket) -> None:
     """Run a rank in this freshly forked process. Never returns: the process ends with 0 if the cell did its work."""
     output.redirect(stdout_fd, stderr_fd)
+    # A crash in native code leaves the Python line that led to it in the rank's output.
+    faulthandler.enable(all_threads=False)
     succeeded = _Rank(given).run(control)
     _end(0 if succeeded else 1)
 
@@ -196,16 +199,17 @@ class _Rank:
 
 def _end(status: int) -> None:
     """End the process as the interpreter would, without taking its memory apart first."""
-    for step in _last_steps():
+    for step in _last_steps(succeeded=status == 0):
         with contextlib.suppress(BaseException):
             step()
     os._exit(status)
 
 
-def _last_steps() -> list[Callable[[], Any]]:
+def _last_steps(*, succeeded: bool) -> list[Callable[[], Any]]:
     import torch.distributed as dist
 
     steps: list[Callable[[], Any]] = []
-    if dist.is_available() and dist.is_initialized():
+    # After a failure the peers may be gone, and taking a group apart would wait for them.
+    if succeeded and dist.is_available() and dist.is_initialized():
         steps.append(dist.destroy_process_group)
     return [*steps, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush]

@@ -162,6 +162,8 @@ def _replace(owner: Any, name: str, adapt: Callable[[dict[str, Any]], None]) -> 
 def _replace_everywhere(module: Any, name: str, adapt: Callable[[dict[str, Any]], None]) -> None:
     """Replace a function, also where other modules have imported it under its own name."""
     original = getattr(module, name)
+    if hasattr(original, _MARK):
+        return  # whoever imported it since has the replacement; looking through all modules takes milliseconds
     _replace(module, name, adapt)
     replacement = getattr(module, name)
     for each in list(sys.modules.values()):

@@ -21,9 +21,18 @@ import time
 
 import setproctitle
 
-from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.rank import preload, processes
-from taas_magic.wire import ForkPreloaded, StartRun, ToZygote, Warm
+from taas_magic.channel import Channel, ChannelClosedError, decoder_of
+from taas_magic.rank import preload, processes, rehearse
+from taas_magic.wire import (
+    ForkPreloaded,
+    FromAgent,
+    StartRun,
+    ToAgent,
+    ToRank,
+    ToRunZygote,
+    ToZygote,
+    Warm,
+)
 
 _REAP_EVERY_S = 1.0
 
@@ -37,6 +46,8 @@ def main() -> None:
     os.set_inheritable(channel.fileno(), False)
     _import_what_ranks_use()
     num_gpus = _count_gpus()
+    if num_gpus == 0:
+        rehearse.install()  # every run of this machine rehearses; looking for what to replace takes milliseconds
     num_threads = processes.count_threads()
     if num_threads != 1:
         raise RuntimeError(f"the zygote has {num_threads} threads after its imports; forking from it would not be safe")
@@ -62,6 +73,8 @@ def _import_what_ranks_use() -> None:
     from taas_magic.rank.shell import prepare_shell
 
     prepare_shell()
+    for messages in (ToRunZygote, FromAgent, ToAgent, ToRank):
+        decoder_of(messages)
     # What imports registered for the end of this process is not for the ranks to run, eight times; but they have
     # to end their own child processes.
     atexit._clear()

@@ -87,11 +87,11 @@ class Run:
         link: The pipes and sockets of its processes.
         directory: The run's own directory; removed at the end.
         send: Sends a message to the kernel that submitted it.
-        tail_lines: How many lines of a failed rank's output to quote.
+        tail_lines: How many lines of a failed rank's output to hand on; the kernel quotes a choice of them.
     """
 
     def __init__(
-        self, submit: Submit, link: RunLink, directory: Path, send: Callable[[Message], None], tail_lines: int = 20
+        self, submit: Submit, link: RunLink, directory: Path, send: Callable[[Message], None], tail_lines: int = 200
     ) -> None:
         self.id = submit.task.run_id
         self.num_ranks = submit.task.num_ranks
@@ -340,6 +340,7 @@ class Run:
             death=death,
             other_failures=failures,
             other_deaths=deaths,
+            late_deaths=state.late_deaths,
             left_out=state.left_out,
             tail=self.log.tail(guilty, self._tail_lines) if is_hidden and guilty is not None else "",
             home=state.home.value == "taken",

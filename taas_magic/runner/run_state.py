@@ -106,6 +106,8 @@ class RunState:
     failures: dict[int, FailureReport] = field(default_factory=dict)
     #: Ranks that ended of themselves before their work was done, in the order in which that was noticed.
     deaths: dict[int, Death] = field(default_factory=dict)
+    #: Ranks whose process went badly when their cell had run to its end.
+    late_deaths: list[Death] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     home: HomePhase = HomePhase.AWAITED
     #: Why nothing came home, where it is known.
@@ -169,7 +171,7 @@ class RunState:
 
     def rank_exited(self, rank: int, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A rank's process has gone."""
-        was_busy = self.phases[rank] in BUSY
+        was_busy, had_finished = self.phases[rank] in BUSY, self.phases[rank] is RankPhase.FINISHED
         if not self._move(rank, RankEvent.GONE):
             return self.tick(now)
         owed_home = rank == 0 and self._lose_home(
@@ -178,6 +180,8 @@ class RunState:
         if (was_busy or (owed_home and rank not in self.failures)) and not self._has_caused(rank, exit_code):
             self.deaths[rank] = Death(rank, exit_code, hint)
             self._stop(StopCause.FAILURE, now)
+        elif had_finished and exit_code != 0:
+            self._note_late_death(rank, exit_code, hint)
         return self.tick(now)
 
     def agent_exited(self, exit_code: int, now: float) -> list[Instruction]:
@@ -313,6 +317,13 @@ class RunState:
     def _awaits_forks(self, now: float) -> bool:
         """Whether a planned rank may still come. Once others would be killed, it is not waited for."""
         return self._expects_forks and bool(self._ranks_in(RankPhase.PLANNED)) and self._level(now) < 3
+
+    def _note_late_death(self, rank: int, exit_code: int, hint: str) -> None:
+        if self._has_caused(rank, exit_code):
+            if self.interrupts >= 3:
+                return
+            hint = f"it had not ended {EXIT_PATIENCE_S:.0f} s after it was let go, and was killed"
+        self.late_deaths.append(Death(rank, exit_code, hint))
 
     def _has_caused(self, rank: int, exit_code: int) -> bool:
         """Whether we ended a rank: its exit is a consequence of the stop."""

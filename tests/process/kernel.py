@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from watch import await_condition, titled
 
 import taas_magic
 
@@ -230,6 +231,10 @@ class Notebook:
                 raise TimeoutError(f"the cell ended without writing {text!r}:\n{self._cell.output}")
             self._pump(deadline, repr(text))
         return self._cell
+
+    def await_preloaded(self, timeout: float = 60.0) -> None:
+        """Wait until the runner has a zygote with the notebook's imports, so that a leak check need not see it come."""
+        await_condition(lambda: bool(titled(self.pid, "taas: zygote (preloaded)")), "a preloaded zygote", timeout)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
