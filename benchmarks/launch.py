@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,12 +34,14 @@ print(json.dumps(found))
 def main() -> None:
     arguments = _parse()
     become_subreaper()
+    # An exception, so that the notebook and the ranks of the moment are ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     versions = _versions(arguments)
     results = _measure(arguments, versions)
     text = _document(arguments, results, versions)
     print(text)
-    if arguments.output is not None:
-        _write(arguments.output, text)
+    for path in arguments.output:
+        _write(path, text)
 
 
 def _parse() -> argparse.Namespace:
@@ -49,7 +52,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="numbers of ranks (default: 2 8)")
     parser.add_argument("--only", nargs="+", choices=keys, default=keys, metavar="KEY", help=f"of {', '.join(keys)}")
     parser.add_argument("--peers-python", default=sys.executable, help="an interpreter that has the peers installed")
-    parser.add_argument("--output", type=Path, help="write the tables into this Markdown file, between its two marks")
+    parser.add_argument("--output", type=Path, nargs="+", default=[], help="Markdown files to write the tables into")
     return parser.parse_args()
 
 
@@ -59,7 +62,7 @@ def _measure(arguments: argparse.Namespace, versions: dict[str, str | None]) -> 
     for (key, _), samples in results.items():
         needs = next(contestant.needs for contestant in chosen if contestant.key == key)
         if versions[needs] is None:
-            samples.problems["all"] = f"{needs} is not installed for the interpreter of --peers-python"
+            samples.note("all", f"{needs} is not installed for the interpreter of --peers-python")
     with tempfile.TemporaryDirectory(prefix="taas-bench-") as directory:
         bench = Bench(sys.executable, arguments.peers_python, Path(directory), arguments.launches)
         for number in range(arguments.rounds):

@@ -143,14 +143,27 @@ class Snapshot:
         ]
 
     def _processes_beyond(self) -> Iterator[str]:
-        for process in descendants():
-            if _key(process) in self.processes:
+        now = descendants()
+        for process in now:
+            if _key(process) in self.processes or self._is_renewed_zygote(process, now):
                 continue
             if process.state == "Z" and process.parent == os.getpid():
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
             else:
                 yield process.describe()
+
+    def _is_renewed_zygote(self, process: Process, now: set[Process]) -> bool:
+        """Whether it is the one preloaded zygote of a zygote that was there: as imports grow, a new one takes its place."""
+        parents = {each.pid for each in now if _key(each) in self.processes}
+        siblings = [each for each in now if each.parent == process.parent and _is_preloaded_zygote(each)]
+        return process.parent in parents and siblings == [process]
+
+
+def _is_preloaded_zygote(process: Process) -> bool:
+    with contextlib.suppress(OSError):  # ended meanwhile
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"taas: zygote (preloaded)")
+    return False
 
 
 def wait_until_gone(since: Snapshot, *, deadline_s: float = 3.0) -> list[str]:

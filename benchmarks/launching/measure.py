@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,13 @@ from launching.notebook import Notebook, NotebookError
 from taas_magic.rank.processes import kill_descendants
 
 _SETUP_LIMIT_S = 120.0
-_LAUNCH_LIMIT_S = 180.0
+_LAUNCH_LIMIT_S = 120.0
 #: How long a cell may go on after a rank has raised, or after the interrupt.
 _REACTION_LIMIT_S = 20.0
+
+
+#: What a kind of job measures.
+_MEASURES = {"launch": ("user", "reduced"), "empty": ("empty",), "failure": ("failure",), "stop": ("stop",)}
 
 
 @dataclass
@@ -30,12 +35,20 @@ class Samples:
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: Why there are no samples, by measure; "all" where nothing could be measured.
-    problems: dict[str, str] = field(default_factory=dict)
+    #: What went wrong, and how often, by kind of job; "all" where nothing could be measured.
+    problems: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, measure: str, seconds: float) -> None:
         """Note one sample."""
         self.seconds.setdefault(measure, []).append(seconds)
+
+    def note(self, kind: str, problem: str) -> None:
+        """Note that something went wrong."""
+        self.problems.setdefault(kind, Counter())[problem] += 1
+
+    def is_hopeless(self, kind: str) -> bool:
+        """Whether a kind of job has only ever gone wrong."""
+        return kind in self.problems and not self.seconds.get(_MEASURES[kind][0])
 
 
 @dataclass(frozen=True)
@@ -56,8 +69,8 @@ class Bench:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def visit(self, contestant: Contestant, num_ranks: int, samples: Samples) -> None:
-        """Measure every kind of job once or a few times; what goes wrong is noted, and not tried again."""
-        todo = [kind for kind in contestant.kinds if kind not in samples.problems]
+        """Measure every kind of job once or a few times; what only ever goes wrong is noted and not tried again."""
+        todo = [kind for kind in contestant.kinds if not samples.is_hopeless(kind)]
         while todo and "all" not in samples.problems:
             self._one_notebook(contestant, num_ranks, samples, todo)
 
@@ -67,7 +80,7 @@ class Bench:
             try:
                 self._prepare(contestant, num_ranks, notebook)
             except NotebookError as error:
-                samples.problems["all"] = f"setting up: {error}"
+                samples.note("all", f"setting up: {error}")
                 return
             while todo and notebook.is_usable:
                 kind = todo.pop(0)
@@ -76,7 +89,7 @@ class Bench:
                     for _ in range(repeats):
                         self._launch(contestant, self._job(kind, num_ranks), notebook, samples)
                 except NotebookError as error:
-                    samples.problems[kind] = str(error)
+                    samples.note(kind, str(error))
 
     @contextmanager
     def _notebook(self, contestant: Contestant) -> Iterator[Notebook]:

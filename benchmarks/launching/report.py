@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,23 +56,26 @@ def _table(results: Results, num_ranks: int) -> Iterator[str]:
 
 
 def _cell(samples: Samples, measure: str, kinds: tuple[str, ...], notes: list[str]) -> str:
-    if values := samples.seconds.get(measure):
-        text = f"{statistics.median(values):.3f}"
-        return f"{text} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else text
     kind = "launch" if measure in ("user", "reduced") else measure
-    problem = samples.problems.get("all") or samples.problems.get(kind)
-    if problem is None:
-        return "" if kind in kinds else "-"
-    if problem not in notes:
-        notes.append(problem)
-    return f"none [{notes.index(problem) + 1}]"
+    if kind not in kinds:
+        return "-"
+    values = samples.seconds.get(measure, [])
+    text = f"{statistics.median(values):.3f}" if values else "none"
+    if len(values) > 1:
+        text += f" ({min(values):.3f} to {max(values):.3f})"
+    for problem, count in (samples.problems.get("all") or samples.problems.get(kind) or Counter()).items():
+        note = f"{count} of {len(values) + count}: {problem}" if values else problem
+        if note not in notes:
+            notes.append(note)
+        text += f" [{notes.index(note) + 1}]"
+    return text
 
 
 def _ratio(ours: float | None, theirs: float | None) -> str:
     if ours is None or theirs is None:
         return ""
     ratio = theirs / ours
-    return f"1 : {ratio:.0f}" if ratio >= 10 else f"1 : {ratio:.1f}"
+    return f"1 : {ratio:.0f}" if ratio >= 10 else f"1 : {ratio:.2g}"
 
 
 def _median(results: Results, key: str, num_ranks: int, measure: str) -> float | None:

@@ -6,11 +6,13 @@ import pickle
 import re
 import signal
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from taas_magic.errors import RankDiedError, RankFailedError, RunnerLostError, RunTimeoutError
 from taas_magic.units import format_seconds
 from taas_magic.wire import Death, FailureReport, RunEnded
+
+E = TypeVar("E", bound=BaseException)
 
 
 class RankTracebackError(Exception):
@@ -42,20 +44,27 @@ def exception_of(
         return _with_rendering(error, lambda: [_stb_line(error), *_traceback_of(ended.failure), *others])
     if ended.outcome == "interrupted":
         return _interrupt(ended, others)
+    if ended.outcome == "lost":
+        return _lost(ended, others)
     if ended.death is not None:
         return _died(ended.death, num_ranks, [*_quote_tail(ended.death.rank, ended.tail, tail_lines), *others])
     if ended.failure is not None:
         return _failed(ended.failure, num_ranks, [*_quote_tail(ended.failure.rank, ended.tail, tail_lines), *others])
-    return RunnerLostError.of(f"the run could not go on: {ended.detail}", do="run the cell again")
+    return _lost(ended, others)
+
+
+def _lost(ended: RunEnded, others: list[str]) -> RunnerLostError:
+    error = RunnerLostError.of(f"the run could not go on: {ended.detail}", do="run the cell again")
+    return _with_rendering(error, lambda: [_stb_line(error), *_traceback_of(ended.failure), *others])
 
 
 def _failed(report: FailureReport, num_ranks: int, after: list[str]) -> BaseException:
     error = _rebuild(report)
-    where = f"[rank {report.rank}]" if num_ranks > 1 else ""
-    if where:
-        error.add_note(f"{where} raised this; the other ranks were stopped" if num_ranks > 1 else where)
-    error.__cause__ = RankTracebackError(report.plain_traceback)
-    head = [f"{where} of {num_ranks} failed:"] if where else []
+    where = f"[rank {report.rank}]"
+    if num_ranks > 1:
+        _add_note(error, f"{where} raised this; the other ranks were stopped")
+    _set(error, "__cause__", RankTracebackError(report.plain_traceback))
+    head = [f"{where} of {num_ranks} failed:"] if num_ranks > 1 else []
     return _with_rendering(error, lambda: [*head, *report.traceback, *after])
 
 
@@ -63,8 +72,8 @@ def _rebuild(report: FailureReport) -> BaseException:
     """The rank's own exception; one that stands for it where this process cannot rebuild it."""
     if report.pickled:
         try:
-            error = pickle.loads(report.pickled)  # noqa: S301 - from a rank of our own run
-        except Exception:
+            error = pickle.loads(report.pickled)  # from a rank of our own run
+        except Exception:  # noqa: BLE001 - a constructor of the user's may raise anything
             error = None
         if isinstance(error, BaseException):
             return error
@@ -95,7 +104,7 @@ def _died(death: Death, num_ranks: int, after: list[str]) -> RankDiedError:
 
 
 def describe_exit(exit_code: int) -> str:
-    """ "was killed by SIGSEGV", "exited with code 3"."""
+    """Say how a process ended: ``was killed by SIGSEGV``, ``exited with code 3``."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
@@ -148,7 +157,16 @@ def _stb_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _with_rendering(error: Any, lines: Callable[[], list[str]]) -> Any:
+def _with_rendering(error: E, lines: Callable[[], list[str]]) -> E:
     """Let IPython show the rank's traceback in place of the frames of this package."""
-    error._render_traceback_ = lines
+    _set(error, "_render_traceback_", lines)
     return error
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    _set(error, "__notes__", [*getattr(error, "__notes__", ()), note])
+
+
+def _set(error: BaseException, name: str, value: Any) -> None:
+    """Set an attribute past what the exception's own class says to that: it may be a frozen dataclass."""
+    BaseException.__setattr__(error, name, value)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ class ActiveRun:
         self._arrived: HomeArrived | None = None
         self._sent_interrupts = 0
         self._last_interrupt_at = 0.0
+        self._has_failed_to_show = False
 
     def drive(self) -> RunOutcome:
         """Submit and follow the run.
@@ -151,15 +153,21 @@ class ActiveRun:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Denied):
+        if isinstance(message, Denied) and not message.run_id:
+            raise RunnerLostError.of(
+                f"{message.reason}\nthe ranks that it had started are gone, the notebook is as it was before the cell",
+                do="run the cell again: it starts a new runner",
+            )
+        if isinstance(message, Denied) and message.run_id == self._id:
             raise TaasError.of(f"the runner refused the run: {message.reason}", do="`%taas restart` starts a new one")
         if getattr(message, "run_id", self._id) != self._id:
             return
         if isinstance(message, Output):
-            self._view.write(message.rank, message.kind, self._decode(message))
+            piece = self._decode(message)
+            self._show(lambda: self._view.write(message.rank, message.kind, piece))
             self._runner.send(OutputTaken(self._id, len(message.data)))
         elif isinstance(message, Display):
-            self._view.display(message.rank, message.kind, json.loads(message.content))
+            self._show(lambda: self._view.display(message.rank, message.kind, json.loads(message.content)))
             self._runner.send(OutputTaken(self._id, len(message.content)))
         elif isinstance(message, InputRequest):
             text = self._view.ask(message.prompt, password=message.password)
@@ -170,6 +178,16 @@ class ActiveRun:
             self._finish(message)
         elif isinstance(message, RunStarted):
             pass
+
+    def _show(self, show: Callable[[], None]) -> None:
+        """Show something; that a front end cannot is no reason to give up what the ranks have worked for."""
+        try:
+            show()
+        except Exception as error:
+            if not self._has_failed_to_show:
+                self._has_failed_to_show = True
+                with contextlib.suppress(Exception):
+                    self._view.notice(f"some output could not be shown: {type(error).__name__}: {error}")
 
     def _decode(self, message: Output) -> str:
         key = message.rank, message.kind

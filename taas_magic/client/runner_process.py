@@ -134,6 +134,9 @@ class RunnerProcess:
             message = self._decoder.decode(data)
             if isinstance(message, Ready):
                 self.ready = message
+            elif isinstance(message, Welcome):
+                # Noted here, since an interrupt may keep whoever waits for it from seeing it.
+                self._is_welcome = True
             yield message
 
     def wait_for(self, kinds: tuple[type, ...], timeout_s: float) -> Any:

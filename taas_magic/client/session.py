@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,12 +36,15 @@ class Session:
 
     def __init__(self) -> None:
         self._runner: RunnerProcess | None = None
+        #: Held by the thread that talks with the runner; its connection is for one at a time.
+        self._lock = threading.Lock()
 
     # -- the runner ----------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
         """Start the runner in the background, unless one is there. Costs a process start and no waiting."""
         if self._runner is None or not self._runner.is_alive:
+            self.close()
             self._runner = RunnerProcess()
 
     def ready_runner(self, view: View) -> tuple[RunnerProcess, Ready]:
@@ -77,9 +82,13 @@ class Session:
 
     def preload(self, modules: list[str], environment: dict[str, str]) -> None:
         """Let the runner import what the notebook has imported; does not wait."""
-        if self._runner is not None and self._runner.is_alive:
+        if self._runner is None or not self._runner.is_alive or not self._lock.acquire(blocking=False):
+            return
+        try:
             self._runner.greet()
             self._runner.send(Preload(modules, environment))
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the runner and everything it started."""
@@ -90,8 +99,27 @@ class Session:
     # -- runs ----------------------------------------------------------------------------------------------------
 
     def run(self, request: RunRequest, main: dict[str, Any], view: View, runner: RunnerProcess) -> RunOutcome:
-        """Run a request to its end; see :class:`ActiveRun`."""
-        return ActiveRun(runner, request, main, view).drive()
+        """Run a request to its end; see :class:`ActiveRun`.
+
+        Raises:
+            TaasError: if another thread (a kernel's subshell) follows a run: both would take each other's messages.
+        """
+        with self._alone("run a cell"):
+            try:
+                return ActiveRun(runner, request, main, view).drive()
+            except RunnerLostError:
+                # It may still be there, on its way to its end; the next run must not meet it.
+                self.close()
+                raise
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise TaasError.of(f"a run is active, so this notebook cannot {what} now", do="wait for its end, or stop it")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -100,9 +128,10 @@ class Session:
         runner = self._runner
         if runner is None or not runner.is_alive:
             return None
-        runner.connect()
-        runner.send(ReadStatus())
-        answer: Status = runner.wait_for((Status,), _ANSWER_S)
+        with self._alone("ask its runner"):
+            runner.connect()
+            runner.send(ReadStatus())
+            answer: Status = runner.wait_for((Status,), _ANSWER_S)
         return answer
 
     def read_log(self, rank: int, run_id: str = "") -> Iterator[tuple[str, bytes]]:
@@ -114,15 +143,16 @@ class Session:
         runner = self._runner
         if runner is None or not runner.is_alive:
             raise TaasError.of("there is no runner, and so no log", do="run a cell with a pragma first")
-        runner.connect()
-        runner.send(ReadLog(run_id, rank))
-        while True:
-            piece = runner.wait_for((LogPiece, Denied), _ANSWER_S)
-            if isinstance(piece, Denied):
-                raise TaasError.of(piece.reason)
-            if piece.last:
-                return
-            yield piece.kind, piece.data
+        with self._alone("read a log"):
+            runner.connect()
+            runner.send(ReadLog(run_id, rank))
+            while True:
+                piece = runner.wait_for((LogPiece, Denied), _ANSWER_S)
+                if isinstance(piece, Denied):
+                    raise TaasError.of(piece.reason)
+                if piece.last:
+                    return
+                yield piece.kind, piece.data
 
 
 def visible_gpus(num_gpus: int, at_start: str | None, now: str | None) -> int:

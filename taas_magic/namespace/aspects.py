@@ -51,6 +51,9 @@ class View(Protocol):
     def differs(self, noted: Any, value: Any) -> bool:
         """Whether the sub-object is another one now, or the same and not to be recognised by identity."""
 
+    def has_arrived(self, address: int) -> bool:
+        """Whether the memory at an address came with the namespace."""
+
 
 @dataclass(frozen=True)
 class Aspect:
@@ -173,6 +176,14 @@ def attributes_of(obj: Any) -> dict[str, Any] | None:
     return None if transformed else kept
 
 
+def _diff_class(obj: Any, taken: Any, view: View) -> Any:
+    return SAME if type(obj) is taken else type(obj)
+
+
+def _apply_class(obj: Any, kind: type) -> None:
+    obj.__class__ = kind
+
+
 def _take_attributes(obj: Any, view: View) -> dict[str, Any]:
     return {name: view.note(value) for name, value in (attributes_of(obj) or {}).items()}
 
@@ -210,7 +221,13 @@ def _apply_attributes(obj: Any, payload: tuple[dict[str, Any], list[str]]) -> No
 
 def has_own_state(obj: Any) -> bool:
     """Whether ``__getstate__`` transforms the attributes: such an object is compared and updated by that state."""
-    return _has_default_pickle(type(obj))
+    return _has_default_pickle(type(obj)) and not _is_pandas_column(obj)
+
+
+def _is_pandas_column(obj: Any) -> bool:
+    """Whether it may be shared by several frames until one writes to it: never updated in place, but replaced."""
+    extensions = sys.modules.get("pandas.api.extensions")
+    return extensions is not None and isinstance(obj, extensions.ExtensionArray)
 
 
 def _apply_state(obj: Any, state: Any) -> None:
@@ -253,7 +270,9 @@ def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
         return {"tensor": obj.detach().clone(), "requires_grad": obj.requires_grad}
     layout, grad, attributes = taken
     if layout != _layout(obj) or obj.device.type != "cpu":
-        changed["tensor"] = obj.detach()
+        # Other memory that the kernel has may be overwritten before this is read from it: two tensors may have been swapped.
+        is_the_kernels = obj.device.type == "cpu" and view.has_arrived(obj.data_ptr())
+        changed["tensor"] = obj.detach().clone() if is_the_kernels else obj.detach()
         changed["requires_grad"] = obj.requires_grad and obj.is_leaf
     new_grad = obj.grad if obj.is_leaf else None
     if view.differs(grad, new_grad):
@@ -266,6 +285,8 @@ def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
 
 def _is_plain_strided(tensor: Any) -> bool:
     torch = sys.modules["torch"]
+    if torch.nn.parameter.is_lazy(tensor):
+        return False
     plain: bool = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
     return plain
 
@@ -331,6 +352,8 @@ BYTES = Aspect(
     _apply_bytearray,
 )
 CELL = Aspect("cell", _take_cell, lambda obj, taken, view: _diff_sequence(_contents(obj), taken, view), _apply_cell)
+#: Before all others: lazy modules and their parameters become other ones, and can hold more then.
+CLASS = Aspect("class", lambda obj, view: type(obj), _diff_class, _apply_class)
 ATTRIBUTES = Aspect("attributes", _take_attributes, _diff_attributes, _apply_attributes)
 TENSOR = Aspect("tensor", _take_tensor, _diff_tensor, _apply_tensor)
 ARRAY = Aspect("array", _take_array, _diff_array, _apply_array)
@@ -340,7 +363,7 @@ GENERATOR = Aspect("generator", lambda obj, view: obj.get_state(), _diff_generat
 
 BY_NAME: Mapping[str, Aspect] = {
     aspect.name: aspect
-    for aspect in (ITEMS, ELEMENTS, DEQUE, MEMBERS, BYTES, CELL, ATTRIBUTES, STATE, TENSOR, ARRAY, GENERATOR)
+    for aspect in (CLASS, ITEMS, ELEMENTS, DEQUE, MEMBERS, BYTES, CELL, ATTRIBUTES, STATE, TENSOR, ARRAY, GENERATOR)
 }
 
 
@@ -372,16 +395,18 @@ def aspects_of(obj: Any) -> tuple[Aspect, ...] | None:
         return (ATTRIBUTES,) if is_dynamic_class(obj) else ()
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(obj, torch.Tensor):
-        return (TENSOR,)
+        return (TENSOR,) if kind is torch.Tensor else (CLASS, TENSOR)
     if torch is not None and isinstance(obj, torch.Generator):
         return (GENERATOR,)
     if numpy is not None and isinstance(obj, numpy.ndarray):
         return (ARRAY,) if not obj.dtype.hasobject else None
+    if _is_pandas_column(obj):
+        return None
     content = next((aspect for base, aspect in _CONTENT_OF_BASE if isinstance(obj, base)), None)
     if content is not None:
         return (content, ATTRIBUTES) if _has_attributes(obj) else (content,)
     if (_has_default_pickle(kind) or isinstance(obj, types.SimpleNamespace)) and attributes_of(obj) is not None:
-        return (ATTRIBUTES,)
+        return (CLASS, ATTRIBUTES)
     return None
 
 

@@ -17,6 +17,7 @@ import ctypes
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,8 @@ class OutgoingBlock:
 class OutgoingBlocks:
     """All blocks of a parcel being packed; an owner's memory is entered once, whoever refers to it."""
 
+    #: Memory (address, nbytes) that several owners share in parts: one block each. Sorted, and apart from each other.
+    regions: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[OutgoingBlock] = field(default_factory=list)
     _by_memory: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -103,16 +106,45 @@ class OutgoingBlocks:
             self.blocks.append(OutgoingBlock(address, nbytes, owner, writable=writable))
         return number
 
+    def enter_part(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> tuple[int, int]:
+        """Enter memory that may be part of one of the ``regions``: (number, what to add to offsets from its start)."""
+        at = bisect.bisect_right(self.regions, (address, sys.maxsize)) - 1
+        if at >= 0 and nbytes:
+            start, size = self.regions[at]
+            if address + nbytes <= start + size:
+                number = self.enter(start, size, [], writable=writable)
+                self.blocks[number].owner.append(owner)
+                return number, address - start
+        return self.enter(address, nbytes, owner, writable=writable), 0
+
+    def overlapping(self) -> list[tuple[int, int]]:
+        """The regions (address, nbytes), sorted, in which several blocks overlap.
+
+        Memory is only shared at the other end where it is one block; so whoever finds any has to pack again, with these.
+        """
+        regions: list[tuple[int, int]] = []
+        start = stop = num_blocks = 0
+        for address, nbytes in sorted((block.address, block.nbytes) for block in self.blocks if block.nbytes):
+            if address < stop:
+                stop, num_blocks = max(stop, address + nbytes), num_blocks + 1
+                continue
+            if num_blocks > 1:
+                regions.append((start, stop - start))
+            start, stop, num_blocks = address, address + nbytes, 1
+        return [*regions, (start, stop - start)] if num_blocks > 1 else regions
+
     @property
     def total_bytes(self) -> int:
         return sum(block.hull[1] for block in self.blocks)
 
 
-def view_of_memory(address: int, nbytes: int) -> memoryview:
-    """A writable byte view of raw memory; the caller keeps the memory alive."""
+def view_of_memory(address: int, nbytes: int, owner: Any = None) -> memoryview:
+    """A writable byte view of raw memory. It keeps ``owner`` alive; without one, the caller sees to that."""
     if nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+    memory.owner = owner
+    return memoryview(memory).cast("B")
 
 
 def write_parcel(
@@ -176,8 +208,15 @@ def available_memory_bytes() -> int:
         with open("/sys/fs/cgroup/memory.current", encoding="ascii") as current_file:
             current = int(current_file.read())
         if limit != "max":
-            available = min(available, max(0, int(limit) - current))
+            available = min(available, max(0, int(limit) - current + _reclaimable_bytes()))
     return available
+
+
+def _reclaimable_bytes() -> int:
+    """What the cgroup's usage counts and gives back on demand: files that were read, a dataset say."""
+    with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as stat:
+        fields = dict(line.split() for line in stat)
+    return int(fields["inactive_file"]) + int(fields["active_file"])
 
 
 def _aligned(position: int, nbytes: int) -> int:
@@ -243,7 +282,10 @@ class IncomingBlocks:
         return self._base + self.manifest.blocks[number].file_offset
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Find the block that holds ``address``: (number, offset from the owner's start), or None."""
+        """Find the block that holds ``address``: (number, offset from the owner's start), or None.
+
+        A changed block that may not be written back is none: its bytes are nothing that the sender has, or will have.
+        """
         offset = address - self._base
         at = bisect.bisect_right(self._offsets, offset) - 1
         if at < 0:
@@ -251,15 +293,19 @@ class IncomingBlocks:
         number = self._numbers[at]
         extent = self.manifest.blocks[number]
         inside = offset - extent.file_offset
-        return (number, inside + extent.start) if inside < extent.nbytes else None
+        if inside >= extent.nbytes or (not extent.writable and self._is_changed(extent)):
+            return None
+        return number, inside + extent.start
 
     def changed(self) -> Iterator[int]:
         """Yield the numbers of the writable blocks whose bytes differ from what arrived."""
         for number, extent in enumerate(self.manifest.blocks):
-            if extent.nbytes and extent.writable and _libc.memcmp(
-                self._base + extent.file_offset, self._pristine_base + extent.file_offset, extent.nbytes
-            ):
+            if extent.nbytes and extent.writable and self._is_changed(extent):
                 yield number
+
+    def _is_changed(self, extent: BlockExtent) -> bool:
+        here, there = self._base + extent.file_offset, self._pristine_base + extent.file_offset
+        return bool(_libc.memcmp(here, there, extent.nbytes))
 
 
 def _address_of_readonly(mapping: mmap.mmap) -> int:

@@ -16,8 +16,9 @@ from taas_magic.namespace.blocks import IncomingBlocks, view_of_memory
 from taas_magic.namespace.pack import PackedNamespace
 from taas_magic.namespace.rebuild import Loading, loading, without_warnings
 
-#: Smaller blocks are copied out of the parcel: a loss of four bytes must not keep a gigabyte of weights mapped.
-_COPY_BELOW_BYTES = 1024 * 1024
+#: Smaller blocks are copied out of the parcel. One that is not keeps all of the parcel in memory, and a descriptor open,
+#: for as long as it lives: it has to be large, and most of the parcel.
+_COPY_BELOW_BYTES = 64 * 2**20
 
 
 class HomeLoadError(Exception):
@@ -80,9 +81,11 @@ def load_homecoming(fd: int, packed: PackedNamespace, main: dict[str, Any]) -> H
     """
     incoming = IncomingBlocks(fd)
     home = Homecoming(_incoming=incoming)
-    buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]
+    copy_below_bytes = max(_COPY_BELOW_BYTES, len(incoming.buffer) // 2)
+    context = Loading(incoming, main, packed.blocks, copy_below_bytes=copy_below_bytes)
+    buffers = [context.view(number) for number in incoming.manifest.out_of_band]
     unpickler = _HomeUnpickler(io.BytesIO(incoming.stream), packed.origins, buffers)
-    with loading(Loading(incoming, main, packed.blocks, copy_below_bytes=_COPY_BELOW_BYTES)):
+    with loading(context):
         for label, _ in incoming.manifest.records:
             try:
                 with without_warnings():

@@ -18,8 +18,8 @@ from typing import Any
 
 from taas_magic.errors import CannotTravelError
 from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, OutgoingBlocks, Parcel, write_parcel
-from taas_magic.namespace.culprit import Culprit, find_culprit
 from taas_magic.namespace.code_names import globals_of_code
+from taas_magic.namespace.culprit import Culprit, find_culprit
 from taas_magic.namespace.pickler import NamespacePickler
 from taas_magic.namespace.rebuild import Loading, loading, without_warnings
 
@@ -95,14 +95,19 @@ def pack_namespace(
     """
     left_out: dict[str, str] = {}
     first: dict[str, str] = {}
+    regions: list[tuple[int, int]] = []
     while True:
-        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first)
+        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions)
         try:
             packing.write_records(process_state)
         except _RecordError as failure:
             if failure.name in packing.needed_names:
                 raise _cannot_travel(main, failure) from failure.error
             left_out[failure.name] = str(failure.error).splitlines()[0] if str(failure.error) else "no pickle"
+            continue
+        overlapping = packing.overlapping()
+        if overlapping and not regions:
+            regions = overlapping
             continue
         if first or not packing.late_names:
             return packing.finish()
@@ -121,6 +126,8 @@ class _Packing:
     cell_numbers: Mapping[str, int]
     #: Names that go before all others, with what leads to them.
     first: Mapping[str, str]
+    #: Memory that several owners share in parts, see :class:`OutgoingBlocks`.
+    regions: list[tuple[int, int]] = field(default_factory=list)
     needed_names: set[str] = field(default_factory=set)
     #: Names that a value's methods use, and that came behind the value.
     late_names: set[str] = field(default_factory=set)
@@ -128,7 +135,7 @@ class _Packing:
     def write_records(self, process_state: Any) -> None:
         """Write everything up to the last record."""
         self._stream = io.BytesIO()
-        self._blocks = OutgoingBlocks()
+        self._blocks = OutgoingBlocks(self.regions)
         self._pickler = NamespacePickler(self._stream, self.main, self._blocks, on_function=self._saw_function)
         self._records: list[tuple[str, int]] = []
         self._sources: dict[str, tuple[str, int | None]] = {}
@@ -154,6 +161,10 @@ class _Packing:
                     self.needed_names.add(name)
                 self._items.append(self._pack_name(name))
         self._record(SOURCES_RECORD, self._sources)
+
+    def overlapping(self) -> list[tuple[int, int]]:
+        """The memory that several of the blocks share in parts."""
+        return self._blocks.overlapping()
 
     def finish(self) -> PackedNamespace:
         """Write the parcel."""
@@ -206,17 +217,12 @@ class _Packing:
         self._current = label
         self._pickler.dump((label, value))
 
-    def _saw_function(self, func: types.FunctionType) -> dict[str, Any]:
-        """Have the function's globals packed too; returns the modules among them, which can be bound along with it."""
+    def _saw_function(self, func: types.FunctionType) -> None:
         self._note_source(func.__code__)
         names = sorted(globals_of_code(func.__code__))
         self._enqueue(names, f"{self._why} → {self._current}", in_functions=True)
         if self._load_order(self._current) == _VALUE:
             self.late_names.update(name for name in names if name in self._whys and name not in self._recorded)
-        modules = {name: self.main[name] for name in names if name in self._whys or name in self._recorded}
-        modules = {name: value for name, value in modules.items() if isinstance(value, types.ModuleType)}
-        self.late_names.difference_update(modules)
-        return modules
 
     def _note_source(self, code: types.CodeType) -> None:
         """Send the source of notebook code along, for tracebacks and ``inspect.getsource`` in the ranks."""
@@ -232,26 +238,44 @@ _MODULE, _DEFINITION, _USED_IN_FUNCTIONS, _VALUE = range(4)
 
 
 def _origins(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:
-    """The memo by number, without the objects that nothing but the memo holds: those were made for the pickle.
+    """The memo by number, without what was only there for the pickle: dicts of attributes, and what only the memo holds.
 
     A container has a lower number than what it holds, so one pass in order also finds the parts of such objects.
     """
     pairs = sorted(pickler.memo.copy().values(), key=lambda pair: pair[0])
     pickler.clear_memo()
+    # An instance takes its attributes out of the dict that travels: what arrives is a dict that nobody uses.
+    attribute_dicts = {id(_attribute_dict(obj)) for _, obj in pairs} - {id(None)}
     origins = {}
     temporaries = []
     pairs.reverse()
     while pairs:
         number, obj = pairs.pop()
-        if sys.getrefcount(obj) <= _REFERENCES_OF_A_TEMPORARY:
+        if sys.getrefcount(obj) <= _REFERENCES_OF_A_TEMPORARY or id(obj) in attribute_dicts:
             temporaries.append(number)
         else:
             origins[number] = obj
     return origins, temporaries
 
 
-#: The local variable and getrefcount's argument; the popped pair is gone by then.
-_REFERENCES_OF_A_TEMPORARY = 2
+def _attribute_dict(obj: Any) -> dict[str, Any] | None:
+    try:
+        attributes = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _references_of_a_temporary() -> int:
+    """What ``getrefcount`` says in :func:`_origins` of an object that nothing else holds; it depends on Python's version."""
+    pairs = [(0, object())]
+    while pairs:
+        _, obj = pairs.pop()
+        count = sys.getrefcount(obj)
+    return count
+
+
+_REFERENCES_OF_A_TEMPORARY = _references_of_a_temporary()
 
 
 def _cannot_travel(main: dict[str, Any], failure: _RecordError) -> CannotTravelError:

@@ -12,10 +12,12 @@ What differs from cloudpickle:
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
 import types
+import typing
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +74,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         self._locate = locate
         self._storages: dict[int, _Storage] = {}
         self._reducers: dict[type, Callable[[Any], Any]] = {}
+        #: Ids of arrays whose memory several data frames may share until one of them writes.
+        self._copied_on_write: set[int] = set()
 
     # -- dispatch ------------------------------------------------------------------------------------------------
 
@@ -84,12 +88,22 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
 
     def _choose_reducer(self, kind: type) -> Callable[[Any], Any]:
         """Pick the reducer for a type once; instances then cost one dict lookup."""
-        if issubclass(kind, (type, types.FunctionType)):
+        if issubclass(kind, type):
+            return self._reduce_class
+        if issubclass(kind, types.FunctionType):
             return super().reducer_override  # type: ignore[no-any-return, unused-ignore]
+        if kind is types.CodeType:
+            return _reduce_code
         if kind is types.CellType:
             return _reduce_cell
         if kind is weakref.ref:
             return _reduce_weak_reference
+        if kind in _REDUCERS_OF_NAMED:
+            return _REDUCERS_OF_NAMED[kind]
+        if kind is functools.cached_property:
+            return _reduce_cached_property
+        if kind.__module__ == "pandas.core.internals.blocks":
+            return self._reduce_pandas_block
         if issubclass(kind, io.TextIOWrapper):
             return self._reduce_file
         if issubclass(kind, types.ModuleType):
@@ -120,7 +134,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             return _reduce_loader
         return None
 
-    # -- functions and modules -----------------------------------------------------------------------------------
+    # -- functions, classes and modules --------------------------------------------------------------------------
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
         if func.__globals__ is not self._main:
@@ -140,6 +154,18 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             None,
             cloudpickle_internals._function_setstate,
         )
+
+    def _reduce_class(self, cls: type) -> Any:
+        reduced = super().reducer_override(cls)
+        # A tuple's class has no slots of its own, and typing.NamedTuple refuses to be told so.
+        if "__slots__" not in vars(cls) or issubclass(cls, tuple) or reduced is NotImplemented:
+            return reduced
+        build, arguments, *rest = reduced
+        if build is not cloudpickle_internals._make_skeleton_class:
+            return reduced
+        # cloudpickle 3.1 gives the class its slots when it is made already, too late to have an effect.
+        constructor, name, bases, namespace, *others = arguments
+        return build, (constructor, name, bases, {**namespace, "__slots__": cls.__dict__["__slots__"]}, *others), *rest
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         if vars(module) is self._main:
@@ -179,7 +205,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             located = self._locate(address)
             if located is not None:
                 return -1 - located[0], located[1]
-        return self._blocks.enter(address, nbytes, owner, writable=writable), 0
+        return self._blocks.enter_part(address, nbytes, owner, writable=writable)
 
     def _use(self, reference: int, low: int, high: int) -> None:
         if reference >= 0:
@@ -194,11 +220,22 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         offset = array.ctypes.data - start if array.size else 0
         if not (owner.flags.c_contiguous or owner.flags.f_contiguous) or not 0 <= offset + low <= owner.nbytes - high + low:
             return NotImplemented
-        writable = bool(owner.flags.writeable)
+        writable = bool(owner.flags.writeable or owner.flags.owndata) and id(owner) not in self._copied_on_write
         reference, shift = self._reference(start, owner.nbytes, owner, writable=writable)
-        self._use(reference, offset + low, offset + high)
+        if reference >= 0 and not writable:
+            self._blocks.blocks[reference].writable = False
+        self._use(reference, offset + shift + low, offset + shift + high)
         where = (reference, offset + shift, array.shape, array.strides)
         return rebuild.array, (*where, array.dtype, bool(array.flags.writeable))
+
+    def _reduce_pandas_block(self, block: Any) -> Any:
+        """Note the memory of a data frame's columns: other frames may share it that must not see a change of this one."""
+        numpy, pandas = sys.modules["numpy"], sys.modules["pandas"]
+        if int(pandas.__version__.split(".")[0]) >= 3 or pandas.get_option("mode.copy_on_write") is True:
+            parts = [getattr(block.values, name, None) for name in ("_ndarray", "_data", "_mask")]
+            arrays = [part for part in (block.values, *parts) if isinstance(part, numpy.ndarray)]
+            self._copied_on_write.update(id(_owner_of(array)) for array in arrays)
+        return NotImplemented
 
     def _storage(self, storage: Any) -> _Storage:
         """The entry for a storage: one for the same memory every time, so that the memo sees it as one."""
@@ -212,7 +249,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
 
     def _reduce_storage(self, storage: Any) -> Any:
         entry = self._storage(storage)
-        self._use(entry.reference, 0, storage.nbytes())
+        self._use(entry.reference, entry.shift, entry.shift + storage.nbytes())
         return rebuild.identity, (entry,)
 
     def _reduce_typed_storage(self, typed: Any) -> Any:
@@ -238,7 +275,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         entry = self._storage(tensor.untyped_storage())
         offset = tensor.storage_offset() * tensor.itemsize
         if tensor.numel():
-            self._use(entry.reference, offset, offset + _reach(size, stride, 1)[1] * tensor.itemsize)
+            start = offset + entry.shift
+            self._use(entry.reference, start, start + _reach(size, stride, 1)[1] * tensor.itemsize)
         where = (entry.reference, entry, tensor.dtype, offset + entry.shift, size, stride)
         return rebuild.tensor, (kind, *where, requires_grad), *tail
 
@@ -259,6 +297,12 @@ def _default(obj: Any) -> Any:
     return NotImplemented
 
 
+def _reduce_code(code: types.CodeType) -> Any:
+    """Keep the name of the file, which cloudpickle drops: tracebacks find the source of earlier cells by it."""
+    build, arguments, *_ = cloudpickle_internals._code_reduce(code)
+    return rebuild.code, (build, arguments, code.co_filename)
+
+
 def _reduce_cell(cell: types.CellType) -> Any:
     """Fill the cell when it is there already: what it holds may lead back to the function that it belongs to."""
     try:
@@ -266,6 +310,39 @@ def _reduce_cell(cell: types.CellType) -> Any:
     except ValueError:
         return rebuild.cell, ()
     return rebuild.cell, (), contents, None, None, rebuild.set_cell
+
+
+def _reduce_cached(function: Any) -> Any:
+    """A function with a cache says that its pickle is its name, which no other process's notebook has yet."""
+    if cloudpickle_internals._lookup_module_and_qualname(function) is not None:
+        return NotImplemented
+    return rebuild.cached, (function.__wrapped__, function.cache_parameters())
+
+
+def _reduce_new_type(kind: Any) -> Any:
+    if cloudpickle_internals._lookup_module_and_qualname(kind) is not None:
+        return NotImplemented
+    return typing.NewType, (kind.__name__, kind.__supertype__), vars(kind)
+
+
+def _reduce_parameters(parameters: Any) -> Any:
+    if cloudpickle_internals._lookup_module_and_qualname(parameters) is not None:
+        return NotImplemented
+    return type(parameters), (parameters.__name__,)
+
+
+def _reduce_cached_property(cached: Any) -> Any:
+    """Before Python 3.12 it has a lock."""
+    return type(cached), (cached.func,), {name: value for name, value in vars(cached).items() if name != "lock"}
+
+
+#: For what pickles as its name in a module, even in one that only the notebook has.
+_REDUCERS_OF_NAMED: dict[type, Callable[[Any], Any]] = {
+    functools._lru_cache_wrapper: _reduce_cached,
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: _reduce_parameters,
+    typing.TypeVarTuple: _reduce_parameters,
+}
 
 
 def _reduce_weak_reference(reference: weakref.ref[Any]) -> Any:
@@ -291,6 +368,8 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
 
 def _tensor_kind(tensor: Any, torch: Any) -> str | type | None:
     """How to rebuild a tensor over its storage, or None where torch's own reduction has to do it."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     if tensor.device.type not in ("cpu", "cuda", "meta") or tensor.is_nested:

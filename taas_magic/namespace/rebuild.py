@@ -13,8 +13,8 @@ import contextlib
 import functools
 import sys
 import types
-import weakref
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +51,7 @@ class Loading:
         if reference >= 0:
             return self.view(reference), self.incoming.extent(reference).start
         block = self.own_blocks[-1 - reference]
-        return view_of_memory(block.address, block.nbytes), 0
+        return view_of_memory(block.address, block.nbytes, block.owner), 0
 
     def storage(self, reference: int) -> Any:
         """The untyped storage over a block; the reader's own storage where the block is its own."""
@@ -105,6 +105,24 @@ def identity(value: Any) -> Any:
     return value
 
 
+def code(build: Callable[..., types.CodeType], arguments: tuple[Any, ...], file_name: str) -> types.CodeType:
+    """A code object that says which file, or cell, it is from."""
+    return build(*arguments).replace(co_filename=file_name)
+
+
+def exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception as it was, past the constructor of its class, which may want other arguments than ``args``."""
+    error = kind.__new__(kind, *args)
+    native = next(base for base in kind.__mro__ if isinstance(base.__dict__.get("__init__"), types.WrapperDescriptorType))
+    native.__init__(error, *args)
+    return error
+
+
+def exception_state(error: BaseException, state: dict[str, Any]) -> None:
+    """Restore what :func:`exception` leaves out; past ``__setattr__``, since an exception may be a frozen dataclass."""
+    error.__dict__.update(state)
+
+
 def cell() -> types.CellType:
     """An empty variable of a closure."""
     return types.CellType()
@@ -117,6 +135,11 @@ def set_cell(cell: types.CellType, contents: tuple[Any]) -> None:
 
 class _Dead:
     """Something to refer to weakly that is gone at once."""
+
+
+def cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """A function with ``functools.lru_cache``, which has remembered nothing yet."""
+    return functools.lru_cache(**parameters)(function)
 
 
 def weak_reference(obj: Any, callback: Callable[[Any], Any] | None) -> weakref.ref[Any]:

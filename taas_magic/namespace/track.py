@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,10 +93,25 @@ class Tracker:
     # -- noting --------------------------------------------------------------------------------------------------
 
     def _follow(self, number: int, obj: Any) -> _Followed:
-        aspects = aspects_of(obj)
-        if aspects is None:
-            return _Followed(number, obj, [], True, self._digest(obj))
-        return _Followed(number, obj, [(aspect, aspect.take(obj, self)) for aspect in aspects])
+        try:
+            aspects = aspects_of(obj)
+            if aspects is not None and not self._is_not_written_back(obj):
+                return _Followed(number, obj, [(aspect, aspect.take(obj, self)) for aspect in aspects])
+        except Exception:  # noqa: S110 - a class's own code failed: no reason not to run the cell
+            pass
+        return _Followed(number, obj, [], True, self._digest(obj))
+
+    def _is_not_written_back(self, obj: Any) -> bool:
+        """Whether an array's memory belongs to others too, in the kernel; if it changes, another takes its place."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(obj, numpy.ndarray) or not obj.nbytes:
+            return False
+        located = self._incoming.locate(obj.ctypes.data)
+        return located is not None and not self._incoming.extent(located[0]).writable
+
+    def has_arrived(self, address: int) -> bool:
+        """See :class:`taas_magic.namespace.aspects.View`."""
+        return self._incoming.locate(address) is not None
 
     def note(self, value: Any) -> Any:
         """See :class:`taas_magic.namespace.aspects.View`."""
@@ -144,9 +160,9 @@ class Tracker:
             exclude: Labels that the kernel could not load.
         """
         self._find_changed_opaque()
-        records = dict(self._records())
-        records.update(extra or {})
         not_home: list[NotHome] = []
+        records = dict(self._records(not_home))
+        records.update(extra or {})
         skipped = set(exclude)
         while True:
             packing = _Packing(self, {label: value for label, value in records.items() if label not in skipped})
@@ -173,14 +189,21 @@ class Tracker:
             self._changed_states += [item for item in found if has_own_state(item.obj)]
             self._changed_opaque |= {id(item.obj) for item in found if not has_own_state(item.obj)}
 
-    def _records(self) -> Iterable[tuple[str, Any]]:
+    def _records(self, not_home: list[NotHome]) -> Iterable[tuple[str, Any]]:
         for item in self._followed:
             for aspect, taken in item.notes:
-                payload = aspect.diff(item.obj, taken, self)
+                try:
+                    payload = aspect.diff(item.obj, taken, self)
+                except Exception as error:
+                    not_home.append(NotHome(self._path_of(item.number), _reason(error)))
+                    continue
                 if payload is not SAME:
                     yield f"update {item.number} {aspect.name}", payload
         for item in self._changed_states:
-            yield f"update {item.number} state", item.obj.__getstate__()
+            try:
+                yield f"update {item.number} state", item.obj.__getstate__()
+            except Exception as error:
+                not_home.append(NotHome(self._path_of(item.number), _reason(error)))
         for name, value in list(self._main.items()):
             if self._is_notebook_name(name) and (name not in self._names or self.differs(self._names[name], value)):
                 yield f"bind {name}", value
@@ -258,9 +281,11 @@ class _Packing:
     records: dict[str, Any]
     unwrapped: list[str] = field(default_factory=list)
 
-    def run(self) -> Parcel:
+    def run(self, regions: list[tuple[int, int]] | None = None) -> Parcel:
+        """Pack; ``regions`` are those of overlapping memory, which the first attempt finds."""
         stream = io.BytesIO()
-        blocks = OutgoingBlocks()
+        blocks = OutgoingBlocks(regions or [])
+        self.unwrapped.clear()
         incoming = self.tracker._incoming
         changed: list[tuple[int, int]] = []
         for number in incoming.changed():
@@ -280,6 +305,9 @@ class _Packing:
                 raise _RecordError(label, error) from error
             if len(pickler.unwrapped) > wrapped and label.startswith("bind "):
                 self.unwrapped.append(label.removeprefix("bind "))
+        found = blocks.overlapping() if regions is None else []
+        if found:
+            return self.run(found)
         return write_parcel(stream.getbuffer(), offsets, blocks, pickler.out_of_band)
 
 

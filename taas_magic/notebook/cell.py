@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.failures import describe_exit, exception_of
@@ -60,10 +61,21 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
         place = place_locally(pragma, num_gpus, settings)
         request = _request(shell, parsed, packed, place, settings, environment)
         _announce(view, place)
+        _remember_source(shell, transform(parsed.code))
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
         packed.parcel.close()
+    # The traceback of what is raised next may live long; it must not keep alive all that travelled.
+    del packed, request
     _conclude(view, outcome, pragma, settings)
+
+
+def _remember_source(shell: InteractiveShell, python: str) -> None:
+    """Keep the cell's text under the name that ranks give it, for tracebacks of functions that come home from there."""
+    number = number_of_cell(shell)
+    # The compiler of ranks is the plain one; a kernel's own names cells otherwise.
+    name = CachingCompiler().cache(python, number)
+    getattr(shell.compile, "_filename_map", {})[name] = number
 
 
 def number_of_cell(shell: InteractiveShell) -> int:

@@ -29,7 +29,7 @@ def installed_modules(namespace: Mapping[str, Any]) -> list[str]:
 
 
 def _is_installed(name: str) -> bool:
-    package = name.split(".")[0]
+    package = name.split(".", maxsplit=1)[0]
     if package in _KERNEL_PACKAGES or package in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from IPython.core.interactiveshell import InteractiveShell
+
+#: How many flushes may come in a row, and how many a second on average.
+_FLUSH_BURST, _FLUSHES_PER_S = 100.0, 50.0
 
 
 class NotebookView:
@@ -23,19 +27,35 @@ class NotebookView:
         self._last: tuple[int, str] = (0, "stdout")
         self._is_mid_line = False
         self._starts_line: dict[tuple[int, str], bool] = {}
+        self._flushes_left, self._counted_at = _FLUSH_BURST, time.monotonic()
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """See the protocol."""
         if not text:
             return
-        target = sys.stdout if stream == "stdout" else sys.stderr
+        target, last_target = _stream(stream), _stream(self._last[1])
         if rank != self._last[0] and self._is_mid_line:
             # Otherwise two ranks would share a line, and a progress bar would be continued by somebody else.
-            (sys.stdout if self._last[1] == "stdout" else sys.stderr).write("\n")
+            last_target.write("\n")
+        if target is not last_target:
+            self._flush(last_target)
         self._last = (rank, stream)
         self._is_mid_line = not text.endswith("\n")
         target.write(text if rank == 0 else self._marked(rank, stream, text))
-        target.flush()
+        self._flush(target)
+
+    def _flush(self, target: TextIO) -> None:
+        """Have the front end get what was written, at once where that is not too often.
+
+        A kernel's stream sends a message for each flush, and ZeroMQ drops messages that a front end is too slow to take.
+        """
+        now = time.monotonic()
+        self._flushes_left = min(_FLUSH_BURST, self._flushes_left + (now - self._counted_at) * _FLUSHES_PER_S)
+        self._counted_at = now
+        if self._flushes_left >= 1 or not hasattr(target, "flush_interval"):
+            self._flushes_left -= 1
+            target.flush()
+        # Otherwise ipykernel flushes by itself, `flush_interval` after the first write.
 
     def _marked(self, rank: int, stream: str, text: str) -> str:
         """The text with its rank at the start of each line; a carriage return starts one too."""
@@ -117,6 +137,10 @@ class NotebookView:
             return ask(prompt)
         except Exception:
             return None
+
+
+def _stream(name: str) -> TextIO:
+    return sys.stdout if name == "stdout" else sys.stderr
 
 
 def _kind_of(data: dict[str, Any]) -> str:

@@ -42,6 +42,8 @@ class Control:
         self._exit = threading.Event()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._interrupt_reached_python = False
+        self._is_sending = False
+        self._interrupt_waits = False
         self.home: Homebringer | None = None
         #: Whether this rank may close connections to free its peers and itself; rank 0 may not, it has work to save.
         self.may_close_connections = False
@@ -51,11 +53,23 @@ class Control:
         threading.Thread(target=self._obey, name="taas-control", daemon=True).start()
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
-        """Send to the runner; without a runner there is nothing left to do here."""
+        """Send to the runner; without a runner there is nothing left to do here.
+
+        An interrupt waits until the message is sent: after half a message nothing of this rank would be understood.
+        """
+        is_interruptible = threading.current_thread() is threading.main_thread() and not self._is_sending
+        if is_interruptible:
+            self._is_sending = True
         try:
             self._channel.send(message, descriptors)
         except ChannelClosedError:
             os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            if is_interruptible:
+                self._is_sending = False
+                if self._interrupt_waits and not self.cell_is_over:
+                    self._interrupt_waits = False
+                    raise KeyboardInterrupt
 
     def ask(self, request: RankInput) -> str:
         """Ask the user for a line.
@@ -72,7 +86,10 @@ class Control:
     def on_interrupt(self, signum: int, frame: Any) -> None:
         """The signal handler for SIGINT: as Python's own, and notes that Python code has seen it."""
         self._interrupt_reached_python = True
-        raise KeyboardInterrupt
+        if self._is_sending:
+            self._interrupt_waits = True
+        elif not self.cell_is_over:
+            raise KeyboardInterrupt
 
     def await_exit(self) -> None:
         """Wait until the runner has everything of this rank."""
@@ -118,9 +135,15 @@ def abort_collectives(*, close_connections: bool) -> None:
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is not None and distributed.is_initialized():
         with contextlib.suppress(Exception):
+            _aborted_groups.extend(distributed._world.pg_map)
             distributed._abort_process_group()
     if close_connections:
         _shut_connections()
+
+
+#: Kept for the life of the process. Should a DDP reducer hold the last reference to a gloo group, its destructor joins
+#: threads while it holds the GIL, which these need to end (torch 2.13): the process would hang and bring nothing home.
+_aborted_groups: list[Any] = []
 
 
 def _shut_connections() -> None:

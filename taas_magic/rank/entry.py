@@ -95,11 +95,13 @@ class _Rank:
         try:
             self._load(control)
             error = self._run_cell(control)
+            # From here on an interrupt has nothing to interrupt; it could only keep the cell's work from coming home.
+            control.cell_is_over = True
         except BaseException as failure:
+            control.cell_is_over = True
             # Loading failed, or an interrupt came between: nothing of the cell has run.
             error = failure
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        control.cell_is_over = True
         self._flush()
         self._report(control, error)
         if control.home is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from taas_magic.namespace import rebuild
 from taas_magic.wire import FailureReport
 
 #: Looks at an exception and returns what a user should know about it, or None.
@@ -25,7 +29,8 @@ def report_failure(
     for explain in explanations:
         note = _quietly(explain, error)
         if note:
-            error.add_note(note)
+            # Past what the exception's own class says to that: it may be a frozen dataclass.
+            BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), note])
     try:
         lines = structured(error)
     except Exception:
@@ -71,17 +76,50 @@ def _quietly(explain: Explain, error: BaseException) -> str | None:
 
 def _pickle_exception(error: BaseException) -> bytes:
     """The exception alone: without its traceback and causes, which the text has."""
-    import cloudpickle
-
     stream = io.BytesIO()
     try:
-        cloudpickle.Pickler(stream, protocol=5).dump(error)
+        _pickler(stream).dump(error)
     except Exception:
         return b""
     return stream.getvalue() if stream.tell() < _MAX_PICKLE_BYTES else b""
 
 
 _MAX_PICKLE_BYTES = 16 * 2**20
+
+
+def _pickler(stream: io.BytesIO) -> Any:
+    """A pickler that names what the notebook has under the same name; only the rest goes by value.
+
+    Loading a notebook's class by value would give the notebook's own class other methods, with other globals.
+    """
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined, unused-ignore]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, (type, types.FunctionType)) and _is_in_main(obj):
+                return obj.__qualname__
+            if isinstance(obj, BaseException) and _has_constructor_of_its_own(type(obj)):
+                return rebuild.exception, (type(obj), obj.args), obj.__dict__, None, None, rebuild.exception_state
+            return super().reducer_override(obj)
+
+    return Pickler(stream, protocol=5)
+
+
+def _has_constructor_of_its_own(kind: type[BaseException]) -> bool:
+    """Whether pickle would call a constructor written in Python with ``args``, which it need not take."""
+    is_default = kind.__reduce__ is BaseException.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+    return is_default and (isinstance(kind.__init__, types.FunctionType) or "__setattr__" in _names_in_python(kind))
+
+
+def _names_in_python(kind: type) -> set[str]:
+    return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, types.FunctionType)}
+
+
+def _is_in_main(obj: Any) -> bool:
+    found: Any = sys.modules["__main__"]
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return obj.__module__ == "__main__" and found is obj
 
 
 def missing_name_hint(other_names: Iterable[str], left_out: Mapping[str, str]) -> Explain:

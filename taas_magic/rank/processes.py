@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -41,14 +42,17 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
-def kill_descendants() -> None:
+def kill_descendants(spare: Collection[int] = ()) -> None:
     """Kill all that descends from this process, which must be a subreaper for those that lost their parent.
 
     A killed process's children become children of this one, so the tree is gone when no child is left.
+
+    Args:
+        spare: Children that live on, with what descends from them.
     """
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while time.monotonic() < deadline:
-        children = children_of(os.getpid())
+        children = [child for child in children_of(os.getpid()) if child not in spare]
         if not children and not reap():
             return
         for child in children:
@@ -57,6 +61,33 @@ def kill_descendants() -> None:
         for child in children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)
+
+
+class ChildWatch:
+    """A descriptor that can be read when a child has ended. A process has one at most; its forks close theirs."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        for fd in (self._reader, self._writer):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def clear(self) -> None:
+        """Take note of what has been signalled; children that end from now on are signalled again."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reader, 4096):
+                pass
+
+    def close(self) -> None:
+        """Watch no more."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(self._reader)
+        os.close(self._writer)
 
 
 def reap() -> list[tuple[int, int]]:

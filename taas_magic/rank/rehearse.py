@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,8 @@ def install() -> None:
     _replace(DistributedDataParallel, "__init__", _for_replica)
     # Only the public name: inside distributed_c10d, True means that the class ProcessGroupNCCL exists.
     dist.is_nccl_available = _is_nccl_available
+    # Accelerate makes no process group on a machine without GPUs unless it is told, and each rank would train alone.
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def explain(error: BaseException) -> str | None:

@@ -64,15 +64,10 @@ class _RunZygote:
     ended: bool = False
 
     def loop(self) -> None:
-        wake_reader, wake_writer = os.pipe()
-        for fd in (wake_reader, wake_writer):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._wake = (wake_reader, wake_writer)
+        self._child_watch = processes.ChildWatch()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.runner.fileno(), selectors.EVENT_READ, self._hear_runner)
-        self._selector.register(wake_reader, selectors.EVENT_READ, self._hear_children)
+        self._selector.register(self._child_watch, selectors.EVENT_READ, self._hear_children)
         while not self.ended:
             for key, _ in self._selector.select():
                 key.data()
@@ -164,10 +159,7 @@ class _RunZygote:
         """Run a forked child to its end; never returns."""
         status = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for fd in self._wake:
-                os.close(fd)
+            self._child_watch.close()
             self._selector.close()
             processes.die_with_parent(parent)
             body()  # type: ignore[operator]
@@ -182,9 +174,7 @@ class _RunZygote:
     # -- children ------------------------------------------------------------------------------------------------
 
     def _hear_children(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake[0], 4096):
-                pass
+        self._child_watch.clear()
         for pid, exit_code in processes.reap():
             if pid == self.agent_pid:
                 self.runner.send(AgentExited(exit_code))

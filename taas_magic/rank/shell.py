@@ -131,7 +131,20 @@ def prepare_shell() -> RankShell:
     for name in ("ps1", "ps2", "ps3"):
         if hasattr(sys, name):
             delattr(sys, name)
+    _format_a_traceback(shell)
     return shell
+
+
+def _format_a_traceback(shell: RankShell) -> None:
+    """Have all imported that tracebacks need, a tenth of a second of work that a failing rank then need not do."""
+
+    def fail() -> None:
+        raise LookupError
+
+    try:
+        fail()
+    except LookupError as error:
+        shell.structured_traceback(error)
 
 
 def configure(shell: RankShell, *, colors: str, traceback_mode: str, send_display: SendDisplay, ask: AskUser) -> None:

@@ -34,8 +34,6 @@ from taas_magic.wire import (
     Warm,
 )
 
-_REAP_EVERY_S = 1.0
-
 
 def main() -> None:
     started = time.monotonic()
@@ -98,23 +96,26 @@ def _count_gpus() -> int:
 
 
 def _serve(channel: Channel[ToZygote]) -> None:
+    watch = processes.ChildWatch()
+    own: set[int] = set()
     while True:
-        # Wake now and then while there are children, so that none stays a zombie until the next run.
-        while not select.select([channel], [], [], _REAP_EVERY_S if processes.children_of(os.getpid()) else None)[0]:
-            processes.reap()
+        while watch.fileno() in select.select([channel.fileno(), watch.fileno()], [], [])[0]:
+            watch.clear()
+            own.difference_update(pid for pid, _ in processes.reap())
+            # Whoever else is a child here was left by a run zygote that something killed.
+            processes.kill_descendants(spare=own)
         try:
             message, descriptors = channel.receive()
         except ChannelClosedError:
             processes.kill_descendants()
             return
-        processes.reap()
         if isinstance(message, StartRun):
-            _fork_run_zygote(channel, message.run_id, descriptors[0])
+            own.add(_fork_run_zygote(channel, watch, message.run_id, descriptors[0]))
         else:
-            _fork_preloaded(channel, message, descriptors[0])
+            own.add(_fork_preloaded(channel, watch, message, descriptors[0]))
 
 
-def _fork_run_zygote(channel: Channel[ToZygote], run_id: str, control_fd: int) -> None:
+def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, run_id: str, control_fd: int) -> int:
     from taas_magic.rank import run_zygote
 
     pid = os.fork()
@@ -122,26 +123,32 @@ def _fork_run_zygote(channel: Channel[ToZygote], run_id: str, control_fd: int) -
         status = 1
         try:
             channel.close()
+            watch.close()
             run_zygote.serve(run_id, socket.socket(fileno=control_fd))
             status = 0
         finally:
             os._exit(status)
     os.close(control_fd)
+    return pid
 
 
-def _fork_preloaded(channel: Channel[ToZygote], order: ForkPreloaded, socket_fd: int) -> None:
+def _fork_preloaded(
+    channel: Channel[ToZygote], watch: processes.ChildWatch, order: ForkPreloaded, socket_fd: int
+) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             channel.close()
+            watch.close()
             processes.die_with_parent(parent)
             preload.serve_preloaded(Channel(socket.socket(fileno=socket_fd), ToZygote), order, _serve)
             status = 0
         finally:
             os._exit(status)
     os.close(socket_fd)
+    return pid
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(taas_magic.__path__[0])
 #: Libraries that only some modules may import, wherever in them the import stands.
 CONFINED = {
-    "IPython": {"notebook", "rank"},
+    "IPython": {"", "notebook", "rank"},  # "": the way in of %load_ext, for type checkers only; see below
     "ipykernel": {"notebook", "rank"},
     "zmq": {"client", "runner"},
 }
@@ -154,6 +154,11 @@ def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
         if found.module.split(".")[0] == library and found.importer not in CONFINED[library]
     ]
     assert not astray, "\n".join(astray)
+
+
+def test_the_package_itself_imports_nothing_but_its_version_when_loaded() -> None:
+    loaded = {found.module for found in imports() if found.importer == "" and found.when_loaded}
+    assert loaded <= {"__future__", "typing", "taas_magic._version"}
 
 
 def test_torch_is_imported_late_outside_ranks() -> None:

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from process.kernel import CellResult, Notebook, warm_notebook
 
 #: What an inherited environment may hold when a notebook runs on a cluster.
-CLUSTER = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "OMPI_COMM_WORLD_RANK": "1", "RANK": "7", "MASTER_ADDR": "elsewhere"}
+CLUSTER = {
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "RANK": "7",
+    "MASTER_ADDR": "elsewhere",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,9 @@ def value(notebook: Notebook, expression: str) -> str:
 
 def test_magics_shell_lines_and_await(notebook: Notebook) -> None:
     notebook.run("path = '.'").ok()
-    cell = ranks(notebook, "import asyncio\nawait asyncio.sleep(0)\n!ls {path}\nfiles = !ls {path}\n%time total = sum(range(10))")
+    cell = ranks(
+        notebook, "import asyncio\nawait asyncio.sleep(0)\n!ls {path}\nfiles = !ls {path}\n%time total = sum(range(10))"
+    )
     assert "helper.py" in cell.ok().stdout
     assert "Wall time" in cell.stdout
     assert value(notebook, "'helper.py' in files, total") == "(True, 45)"
@@ -75,7 +82,9 @@ def test_a_semicolon_hides_the_result(notebook: Notebook) -> None:
 
 
 def test_display_and_figures_of_rank_0_are_shown_once(notebook: Notebook) -> None:
-    cell = ranks(notebook, "from IPython.display import HTML, Markdown\ndisplay(HTML('<b>bold</b>'), Markdown('*m*'))").ok()
+    cell = ranks(
+        notebook, "from IPython.display import HTML, Markdown\ndisplay(HTML('<b>bold</b>'), Markdown('*m*'))"
+    ).ok()
     assert [data.get("text/html") or data.get("text/markdown") for data in cell.displays] == ["<b>bold</b>", "*m*"]
     cell = ranks(notebook, "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()").ok()
     pictures = [base64.b64decode(data["image/png"]) for data in cell.displays if "image/png" in data]
@@ -106,7 +115,7 @@ def test_the_cell_magic_is_the_same(notebook: Notebook) -> None:
     [
         ("#pragma taas --gpu 2\nran = True", "--gpus"),
         ("#pragma taas --gpus 0\nran = True", "--gpus"),
-        ("#pragma taas --gpus 2 --gpus 2\nran = True", "twice"),
+        ("#pragma taas --gpus 2 --gpus 2\nran = True", "a second time"),
         ("ran = True\n#pragma taas --gpus 2", "first"),
         ("#pragma taas --gpus 2 --cpus 4\nran = True", "no data delivery yet"),
         ("#pragma taas --gpus 2 --with nothing_such\nran = True", "nothing_such"),
@@ -136,8 +145,8 @@ def test_ranks_have_the_whole_contract_of_torchrun_and_nothing_stale(notebook: N
         notebook,
         """
 import os, sys, torch.distributed as dist
-names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-         "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+         "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
          "TORCHELASTIC_MAX_RESTARTS"]
 mine = {name: os.environ.get(name) for name in names}
 dist.init_process_group("nccl", init_method="env://")
@@ -149,8 +158,14 @@ interactive = hasattr(sys, "ps1"), bool(sys.flags.interactive), __name__
     ).ok()
     assert value(notebook, "[c['RANK'] + c['LOCAL_RANK'] for c in contract]") == "['00', '11']"
     assert value(notebook, "[name for name in names if not contract[1][name]]") == "[]"
-    assert value(notebook, "{c['WORLD_SIZE'] + c['LOCAL_WORLD_SIZE'] + c['ROLE_WORLD_SIZE'] for c in contract}") == "{'222'}"
-    assert value(notebook, "len({(c['MASTER_ADDR'], c['MASTER_PORT'], c['TORCHELASTIC_RUN_ID']) for c in contract})") == "1"
+    assert (
+        value(notebook, "{c['WORLD_SIZE'] + c['LOCAL_WORLD_SIZE'] + c['ROLE_WORLD_SIZE'] for c in contract}")
+        == "{'222'}"
+    )
+    assert (
+        value(notebook, "len({(c['MASTER_ADDR'], c['MASTER_PORT'], c['TORCHELASTIC_RUN_ID']) for c in contract})")
+        == "1"
+    )
     assert value(notebook, "contract[0]['MASTER_ADDR'] == 'elsewhere', stale") == "(False, [])"
     assert value(notebook, "interactive") == "(False, False, '__main__')"
 
@@ -191,7 +206,10 @@ def test_modules_of_the_project(notebook: Notebook) -> None:
 def test_directory_path_and_environment_hold(notebook: Notebook, project: Path) -> None:
     (project / "sub").mkdir(exist_ok=True)
     notebook.run("import os, sys\nos.chdir('sub'); sys.path.insert(0, '/nowhere/lib'); os.environ['MINE'] = 'x'").ok()
-    source = "import os, sys\nfound = os.path.basename(os.getcwd()), sys.path[0], os.environ['MINE'], os.environ.get('FROM_FILE')"
+    source = (
+        "import os, sys\n"
+        "found = os.path.basename(os.getcwd()), sys.path[0], os.environ['MINE'], os.environ.get('FROM_FILE')"
+    )
     ranks(notebook, source).ok()
     assert value(notebook, "found") == "('sub', '/nowhere/lib', 'x', None)"
     notebook.run("os.chdir('..'); sys.path.pop(0); del os.environ['MINE']").ok()
@@ -257,14 +275,19 @@ dist.all_gather(sums, model.weight.detach().sum().reshape(1))
 """,
     ).ok()
     assert value(notebook, "bool(sums[0] == sums[1]), bool((model.weight != before).all())") == "(True, True)"
-    assert value(notebook, "model is held and model.weight is weight and optimizer.param_groups[0]['params'][0] is weight") == "True"
+    assert (
+        value(notebook, "model is held and model.weight is weight and optimizer.param_groups[0]['params'][0] is weight")
+        == "True"
+    )
     assert value(notebook, "wrapped is model") == "True"
     assert "`wrapped` came home as the module inside" in cell.output
 
 
 def test_what_a_failing_cell_had_done_comes_home(notebook: Notebook) -> None:
     notebook.run("losses = []; alias = losses").ok()
-    cell = ranks(notebook, "for epoch in range(3):\n    losses.append(epoch)\n    if epoch == 1: raise RuntimeError('diverged')")
+    cell = ranks(
+        notebook, "for epoch in range(3):\n    losses.append(epoch)\n    if epoch == 1: raise RuntimeError('diverged')"
+    )
     assert cell.error_name == "RuntimeError"
     assert value(notebook, "alias, epoch") == "([0, 1], 1)"
 
@@ -280,10 +303,12 @@ def test_what_cannot_come_home_is_said_and_the_rest_comes(notebook: Notebook) ->
 # ---- with and without the extension
 
 
-def test_without_the_extension_the_pragma_is_a_comment(notebook: Notebook) -> None:
-    notebook.run("%unload_ext taas_magic").ok()
-    try:
-        assert notebook.run("#!g2.8\n#pragma taas --gpus 8\nimport taas\ntaas.world_size()").ok().result == "1"
-    finally:
-        cell = notebook.run("%load_ext taas_magic\n#pragma taas --gpus 2\nimport taas\ntaas.world_size()", timeout=120)
-    assert cell.ok().result == "2"
+def test_the_pragma_is_a_comment_until_the_cell_that_loads_the_extension(project: Path) -> None:
+    with Notebook(project) as notebook:
+        source = "#!g2.8\n#pragma taas --gpus 2\nimport taas\nbefore = taas.world_size()\nbefore"
+        assert notebook.run(source).ok().result == "1"
+        cell = notebook.run(f"%load_ext taas_magic\n{source}", timeout=120)
+        assert cell.ok().result == "2"
+        assert notebook.run(source).ok().result == "2"
+        notebook.run("%unload_ext taas_magic").ok()
+        assert notebook.run(source).ok().result == "1"

@@ -255,3 +255,115 @@ def test_at_exit(notebook: Notebook, nonce: int, rank: int, way: Way) -> None:
     assert_home(notebook, cell, nonce, reachable=True)
     if way.exit:
         assert f"rank {rank} {way.exit} at its end, after the cell had finished" in cell.stderr
+
+
+def test_a_process_that_ends_well_in_the_middle_has_died_too(notebook: Notebook) -> None:
+    cell = on_two(notebook, "import time, taas\nif taas.rank() == 1:\n    os._exit(0)\ntime.sleep(100)")
+    assert cell.error_name == "RankDiedError"
+    assert "rank 1 of 2 exited with code 0 before it had finished the cell" in cell.error_value
+
+
+def test_a_death_shows_the_last_lines_of_its_rank(notebook: Notebook) -> None:
+    cell = on_two(notebook, "import time, taas\nif taas.rank() == 1:\n    print('on the brink')\n    die('SIGKILL')\ntime.sleep(100)")
+    assert "[rank 1] on the brink" in cell.traceback_text
+
+
+class TestErrorsOfSeveralRanks:
+    def test_equal_ones_are_collated(self, notebook: Notebook) -> None:
+        # Who is interrupted meanwhile raises it all the same, so that all four do.
+        source = """
+import time
+try:
+    time.sleep(0 if os.environ["RANK"] == "2" else 100)
+except KeyboardInterrupt:
+    pass
+raise ValueError("boom") from None
+"""
+        cell = notebook.run(f"#pragma taas --gpus 4\n{source}")
+        assert (cell.error_name, cell.error_value.splitlines()[0]) == ("ValueError", "boom")
+        assert cell.traceback_text.count("Traceback (most recent call last)") == 1
+        assert "[rank 2] of 4 failed" in cell.traceback_text
+        assert "ranks 0, 1, 3: the same error" in cell.traceback_text
+
+    def test_different_ones_are_listed_after_the_first(self, notebook: Notebook) -> None:
+        source = """
+import time
+rank = int(os.environ["RANK"])
+try:
+    time.sleep(0 if rank == 1 else 100)
+except KeyboardInterrupt:
+    pass
+raise (ValueError, LookupError, OSError)[rank](f"of rank {rank}") from None
+"""
+        cell = notebook.run(f"#pragma taas --gpus 3\n{source}")
+        assert (cell.error_name, cell.error_value.splitlines()[0]) == ("LookupError", "of rank 1")
+        assert "rank 0: ValueError: of rank 0" in cell.traceback_text
+        assert "rank 2: OSError: of rank 2" in cell.traceback_text
+
+    def test_a_peer_that_lost_its_connection_is_not_the_cause(self, notebook: Notebook) -> None:
+        source = """
+dist.init_process_group("nccl")
+if dist.get_rank() == 2:
+    die("SIGKILL")
+dist.all_reduce(torch.ones(1))
+"""
+        cell = notebook.run(f"#pragma taas --gpus 4\n{source}")
+        assert cell.error_name == "RankDiedError", cell.output
+        assert "rank 2 of 4 was killed by SIGKILL" in cell.error_value
+
+
+class TestCatching:
+    def test_a_builtin_exception(self, notebook: Notebook) -> None:
+        notebook.run("""
+try:
+    get_ipython().run_cell_magic("taas", "--gpus 2", "raise ValueError('boom')")
+except ValueError as error:
+    caught = str(error)
+""").ok()
+        assert notebook.run("caught").result == "'boom'"
+
+    def test_an_exception_class_of_the_notebook(self, notebook: Notebook) -> None:
+        notebook.run("""
+class Diverged(ArithmeticError):
+    def __init__(self, step, loss):
+        super().__init__(f"step {step}: {loss}")
+        self.step, self.loss = step, loss
+    def __reduce__(self):
+        return Diverged, (self.step, self.loss)
+
+try:
+    get_ipython().run_cell_magic("taas", "--gpus 2", "raise Diverged(7, float('inf'))")
+except Diverged as error:
+    caught = error.step, error.loss
+""").ok()
+        assert notebook.run("caught").result == "(7, inf)"
+
+    def test_an_exception_class_that_the_cell_itself_defines(self, notebook: Notebook) -> None:
+        cell = on_two(notebook, "class Fresh(Exception): pass\nraise Fresh('boom')")
+        assert cell.error_name == "Fresh", cell.output
+        assert notebook.run("import sys\nisinstance(sys.last_value, Fresh)").result == "True"
+
+    def test_an_exception_that_has_no_pickle(self, notebook: Notebook) -> None:
+        cell = on_two(notebook, "import threading\nerror = ValueError('boom')\nerror.lock = threading.Lock()\nraise error")
+        assert cell.error_name == "RankFailedError", cell.output
+        assert "ValueError: boom" in cell.error_value
+
+    def test_a_death(self, notebook: Notebook) -> None:
+        notebook.run("""
+from taas_magic.errors import RankDiedError
+try:
+    get_ipython().run_cell_magic("taas", "--gpus 2", "die_on(1, 'SIGSEGV')")
+except RankDiedError as error:
+    caught = error.rank, error.exit_code
+""").ok()
+        assert notebook.run("caught").result == "(1, -11)"
+
+    def test_run_all_stops(self, notebook: Notebook) -> None:
+        """Cells that a front end has queued behind a failed one are aborted."""
+        notebook.start("#pragma taas --gpus 2\nraise ValueError('boom')")
+        next_id = notebook.client.execute("reached = True")
+        assert notebook.wait().error_name == "ValueError"
+        reply = notebook.client.get_shell_msg(timeout=30)
+        assert reply["parent_header"]["msg_id"] == next_id
+        assert reply["content"]["status"] == "aborted"
+        assert notebook.run("'reached' in globals()").result == "False"

@@ -70,7 +70,7 @@ def environment(private: str) -> dict[str, str]:
     """The kernel imports the package that is under test, and keeps its own state out of the user's home."""
     package = str(Path(taas_magic.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    own = {name: private for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
+    own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"), private)
     return {**os.environ, **own, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from unit.roundtrip import Child, Notebook, warm_child
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from taas_magic.namespace.home import HomeLoadError, Homecoming, load_homecoming
+from taas_magic.namespace.home import Homecoming, HomeLoadError, load_homecoming
 from taas_magic.namespace.names import names_of_cell
 from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
 
@@ -134,7 +134,8 @@ class Notebook:
             try:
                 home = load_homecoming(fds[0], packed, self.names)
             except HomeLoadError as error:
-                assert error.label not in refused, "a record came again that was refused"
+                if error.label in refused:
+                    raise
                 refused[error.label] = error.reason
                 talk.send(json.dumps(list(refused)).encode())
                 continue

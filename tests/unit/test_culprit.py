@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import pytest
+from unit.roundtrip import Notebook
 
 from taas_magic.errors import CannotTravelError
 from taas_magic.namespace.pack import diagnose
-from unit.roundtrip import Notebook
 
 CASES = [
     ("lock = threading.Lock()", "lock", "lock", "_thread.lock", "create it in the cell"),
     ("table = {'a': [1, {'k': threading.Lock()}]}", "table", "table['a'][1]['k']", "_thread.lock", "create it in"),
-    ("box = Box(); box.inner = Box(); box.inner._file = open(path)", "box", "box.inner._file", "_io.TextIOWrapper", "open"),
+    (
+        "box = Box(); box.inner = Box(); box.inner._file = open(path)",
+        "box",
+        "box.inner._file",
+        "_io.TextIOWrapper",
+        "open",
+    ),
     ("pair = (1, (i for i in []))", "pair", "pair[1]", "generator", "make a list"),
     ("db = sqlite3.connect(':memory:')", "db", "db", "sqlite3.Connection", "on first use"),
     ("def f(x=threading.Lock()): pass", "f", "f (default 0)", "_thread.lock", "create it in the cell"),
     ("def f(*, x=threading.Lock()): pass", "f", "f (default 'x')", "_thread.lock", "create it in the cell"),
-    ("def outer(l):\n    def f(): return l\n    return f\nf = outer(threading.Lock())", "f", "f (its variable 'l')", "_thread.lock", ""),
+    (
+        "def outer(l):\n    def f(): return l\n    return f\nf = outer(threading.Lock())",
+        "f",
+        "f (its variable 'l')",
+        "_thread.lock",
+        "",
+    ),
     ("slotted = Slotted(); slotted.part = threading.Lock()", "slotted", "slotted.part", "_thread.lock", "__getstate__"),
-    ("box = Box(); box.lock = threading.Lock(); method = box.hello", "method", "method.__self__.lock", "_thread.lock", ""),
+    (
+        "box = Box(); box.lock = threading.Lock(); method = box.hello",
+        "method",
+        "method.__self__.lock",
+        "_thread.lock",
+        "",
+    ),
     ("loop = [1]; loop.append(loop); loop.append(threading.Lock())", "loop", "loop[2]", "_thread.lock", ""),
-    ("import socket; box = Box(); box.conn = socket.socket(); box.conn.close()", "box", "box.conn", "socket.socket", "first use"),
+    (
+        "import socket; box = Box(); box.conn = socket.socket(); box.conn.close()",
+        "box",
+        "box.conn",
+        "socket.socket",
+        "first use",
+    ),
 ]
 
 SETUP = """
@@ -41,12 +65,14 @@ def prepared(notebook: Notebook, tmp_path):
     for name in ("box", "db"):
         thing = notebook.names.get(name)
         for part in (thing, getattr(getattr(thing, "inner", None), "_file", None)):
-            if hasattr(part, "close"):
-                part.close()
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()
 
 
-@pytest.mark.parametrize(("source", "name", "path", "type_name", "advice"), CASES, ids=[case[2] for case in CASES])
-def test_the_error_leads_to_the_culprit(prepared, source, name, path, type_name, advice) -> None:
+@pytest.mark.parametrize("case", CASES, ids=[case[2] for case in CASES])
+def test_the_error_leads_to_the_culprit(prepared, case: tuple[str, str, str, str, str]) -> None:
+    source, name, path, type_name, advice = case
     prepared.run(source)
     culprit = diagnose(prepared.names, name)
     assert culprit is not None

@@ -1,7 +1,7 @@
 """Random object graphs, changed at random: elsewhere and brought home, and directly. Both must end up alike.
 
-A graph is built from a plain description, twice. In one notebook the changes go through a child process, in the other they
-are made on the spot. Then both are written down in a canonical form: values, types, and which paths meet in one
+A graph is built from a plain description, twice. In one notebook the changes go through a child process, in the other
+they are made on the spot. Then both are written down in a canonical form: values, types, and which paths meet in one
 object or in one memory. References that the cell cannot see take part, so what was replaced where it had to be
 changed in place is found.
 """
@@ -14,22 +14,28 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from unit.roundtrip import Child, Notebook
 
 #: What both notebooks define. Nodes of a graph are numbered; a description of a node refers to earlier and later ones.
 DEFINITIONS = """
 import numpy as np, torch
 class Plain:
-    def __init__(self, tag): self.tag = tag
+    def __init__(self): self.tag = serial()
 class Slotted:
     __slots__ = ("tag", "a", "b")
-    def __init__(self, tag): self.tag = tag
+    def __init__(self): self.tag = serial()
+num_made = 0
+def serial():
+    global num_made
+    num_made += 1
+    return num_made
 def make(kind, tag, made):
     if kind == "view":
         memories = [node for node in made if isinstance(node, (np.ndarray, torch.Tensor)) and node.ndim == 1]
         if memories:
-            return memories[tag % len(memories)][tag % 3:]
+            memory = memories[tag % len(memories)]
+            # A view that needs gradients comes home without the graph behind it, so is not the same as here.
+            return (memory.detach() if isinstance(memory, torch.Tensor) else memory)[tag % 3:]
         kind = "list"
     if kind == "shared":
         arrays = [node for node in made if isinstance(node, np.ndarray)]
@@ -37,7 +43,7 @@ def make(kind, tag, made):
             return torch.from_numpy(arrays[0])
         kind = "dict"
     return {
-        "list": list, "dict": dict, "set": set, "plain": lambda: Plain(tag), "slotted": lambda: Slotted(tag),
+        "list": list, "dict": dict, "set": set, "plain": Plain, "slotted": Slotted,
         "array": lambda: np.arange(tag, tag + 6.0), "tensor": lambda: torch.arange(tag, tag + 6.0),
         "parameter": lambda: torch.nn.Parameter(torch.arange(tag, tag + 3.0)), "bytes": lambda: bytearray([tag]),
     }[kind]()
@@ -74,73 +80,99 @@ def change(nodes, changes):
 
 KINDS = ["list", "dict", "set", "plain", "slotted", "array", "tensor", "parameter", "bytes", "view", "shared"]
 small = st.integers(0, 7)
-graphs = st.fixed_dictionaries({
-    "kinds": st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
-    "edges": st.lists(st.tuples(small, small, small, st.booleans()), max_size=12),
-    # Which of the nodes the cell reaches.
-    "reached": st.lists(small, min_size=1, max_size=3),
-})
+graphs = st.fixed_dictionaries(
+    {
+        "kinds": st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
+        "edges": st.lists(st.tuples(small, small, small, st.booleans()), max_size=12),
+        # Which of the nodes the cell reaches.
+        "reached": st.lists(small, min_size=1, max_size=3),
+    }
+)
 changes = st.lists(
-    st.tuples(st.sampled_from(["put", "take", "new", "rebind"]), small, small, small, st.sampled_from(KINDS)), max_size=8
+    st.tuples(st.sampled_from(["put", "take", "new", "rebind"]), small, small, small, st.sampled_from(KINDS)),
+    max_size=8,
 )
 
 
-def written_down(root: Any) -> list[Any]:
-    """Everything reachable from ``root`` in the order of the visit, each object once, with its memory's number."""
-    seen: dict[int, int] = {}
-    memories: dict[int, int] = {}
-    keep_alive: list[Any] = []
-    lines: list[Any] = []
+class Writing:
+    """Writes down everything reachable from an object in the order of the visit, each object once."""
 
-    def memory(obj: Any) -> tuple[int, int]:
-        if isinstance(obj, torch.Tensor):
-            start, offset = obj.untyped_storage().data_ptr(), obj.storage_offset() * obj.itemsize
-        else:
-            owner = obj
-            while isinstance(owner.base, np.ndarray):
-                owner = owner.base
-            start = owner.ctypes.data
-            offset = obj.ctypes.data - start
-        return memories.setdefault(start, len(memories)), offset
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+        #: The addresses of the memories, by the number that stands in the lines.
+        self.spans: list[tuple[int, int]] = []
+        self._numbers: dict[int, int] = {}
+        self._keep_alive: list[Any] = []
 
-    def visit(obj: Any) -> Any:
+    def visit(self, obj: Any) -> Any:
+        """Write down an object, unless that has been done, and return what stands for it."""
         if obj is None or isinstance(obj, (int, float, str)):
             return obj
         if isinstance(obj, tuple):
-            return ("tuple", *map(visit, obj))
-        if id(obj) in seen:
-            return f"#{seen[id(obj)]}"
-        number = seen[id(obj)] = len(seen)
-        keep_alive.append(obj)
-        lines.append((number, type(obj).__name__, *parts(obj)))
+            return ("tuple", *map(self.visit, obj))
+        number = self._numbers.get(id(obj))
+        if number is None:
+            number = self._numbers[id(obj)] = len(self._numbers)
+            self._keep_alive.append(obj)
+            self.lines.append((number, type(obj).__name__, *self._parts(obj)))
         return f"#{number}"
 
-    def parts(obj: Any) -> list[Any]:
-        if isinstance(obj, list):
-            return [visit(item) for item in obj]
+    def _parts(self, obj: Any) -> list[Any]:
+        if isinstance(obj, (np.ndarray, torch.Tensor)):
+            return self._array(obj)
         if isinstance(obj, dict):
-            return [(visit(key), visit(value)) for key, value in obj.items()]
+            return [(self.visit(key), self.visit(value)) for key, value in obj.items()]
         if isinstance(obj, set):
-            return [visit(item) for item in sorted(obj, key=lambda item: getattr(item, "tag", item))]
-        if isinstance(obj, bytearray):
-            return list(obj)
-        if isinstance(obj, np.ndarray):
-            return [memory(obj), obj.strides, str(obj.dtype), obj.tolist()]
+            return [self.visit(item) for item in sorted(obj, key=lambda item: (hasattr(item, "tag"), _order(item)))]
+        if isinstance(obj, (list, bytearray)):
+            return [self.visit(item) for item in obj]
+        return [(name, self.visit(getattr(obj, name))) for name in ("tag", "a", "b") if hasattr(obj, name)]
+
+    def _array(self, obj: Any) -> list[Any]:
+        array = obj.detach().numpy() if isinstance(obj, torch.Tensor) else obj
+        self.spans.append(np.lib.array_utils.byte_bounds(array))
+        facts = [len(self.spans) - 1, array.strides, str(array.dtype), array.tolist()]
         if isinstance(obj, torch.Tensor):
-            grad = visit(obj.grad) if obj.is_leaf else None
-            return [memory(obj), obj.stride(), str(obj.dtype), obj.tolist(), obj.requires_grad, grad]
-        return [(name, visit(getattr(obj, name))) for name in ("tag", "a", "b") if hasattr(obj, name)]
-
-    visit(root)
-    return lines
+            facts += [obj.requires_grad, self.visit(obj.grad) if obj.is_leaf else None]
+        return facts
 
 
-def after(child: Child, graph: dict[str, Any], moves: list[Any], *, elsewhere: bool) -> list[Any]:
+def _order(member: Any) -> int:
+    order: int = getattr(member, "tag", member)
+    return order
+
+
+def written_down(root: Any) -> tuple[list[Any], list[Any]]:
+    """The canonical form of all that ``root`` reaches: the objects, and how their memories lie."""
+    writing = Writing()
+    writing.visit(root)
+    return writing.lines, places(writing.spans)
+
+
+def places(spans: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """For each span of addresses: the first span that lies in one memory with it, and its place in that memory."""
+    groups: list[list[int]] = []
+    end = -1
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        if spans[index][0] < end:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+        end = max(end, spans[index][1])
+    found = {}
+    for group in groups:
+        start = min(spans[index][0] for index in group)
+        found.update({index: (min(group), spans[index][0] - start, spans[index][1] - start) for index in group})
+    return [found[index] for index in range(len(spans))]
+
+
+def after(child: Child, graph: dict[str, Any], moves: list[Any], *, elsewhere: bool) -> tuple[list[Any], list[Any]]:
     notebook = Notebook(child)
     notebook.run(DEFINITIONS)
     notebook.names.update(graph=graph, moves=moves)
     notebook.run(
-        "held = build(graph)\nreached = [held[i % len(held)] for i in graph['reached']]\nfirst, mirror = reached[0], reached"
+        "held = build(graph)\nreached = [held[i % len(held)] for i in graph['reached']]\n"
+        "first, mirror = reached[0], reached"
     )
     cell = "change(reached, moves); last = reached[-1]; both = [first, last]"
     if elsewhere:
@@ -151,9 +183,7 @@ def after(child: Child, graph: dict[str, Any], moves: list[Any], *, elsewhere: b
     return written_down([notebook[name] for name in ("reached", "first", "last", "both", "mirror", "held")])
 
 
-@settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs, moves=changes)
 def test_a_changed_graph_comes_home_as_if_it_had_been_changed_here(
     child: Child, graph: dict[str, Any], moves: list[Any]

@@ -21,7 +21,8 @@ def in_child(script: str) -> dict:
     script = f"import json, pickle, sys\nfound = {{}}\n{script}\nprint(json.dumps(found))"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def test_what_other_launchers_left_is_scrubbed() -> None:

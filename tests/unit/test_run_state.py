@@ -499,12 +499,15 @@ def test_home_is_refused_and_packed_again(running: Story) -> None:
 
 
 def test_home_is_refused_when_rank_0_has_gone(running: Story) -> None:
-    running.finish(0, 1, 2)
+    running.finish(0, 2)
     running.home_arrived()
-    running.exit(0, 1, 2, code=-9)
-    running.home_refused()
-    assert running.state.concluded
+    running.exit(0, code=-9)
+    assert not running.home_refused()
     assert running.state.home is HomePhase.LOST
+    assert "gone" in running.state.home_detail
+    running.finish(1)
+    running.exit(1, 2)
+    assert running.state.concluded
 
 
 def test_rank_0_dies_while_it_packs_again(running: Story) -> None:
