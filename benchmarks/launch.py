@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -35,7 +36,7 @@ def main() -> None:
     arguments = _parse()
     become_subreaper()
     # An exception, so that the notebook and the ranks of the moment are ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     versions = _versions(arguments)
     results = _measure(arguments, versions)
     text = _document(arguments, results, versions)
@@ -57,13 +58,14 @@ def _parse() -> argparse.Namespace:
 
 
 def _measure(arguments: argparse.Namespace, versions: dict[str, str | None]) -> report.Results:
+    """Visit everyone in turn; an interrupt ends that, and what was measured until then counts."""
     chosen = [contestant for contestant in CONTESTANTS if contestant.key in arguments.only]
     results: report.Results = {(each.key, ranks): Samples() for each in chosen for ranks in arguments.ranks}
     for (key, _), samples in results.items():
         needs = next(contestant.needs for contestant in chosen if contestant.key == key)
         if versions[needs] is None:
             samples.note("all", f"{needs} is not installed for the interpreter of --peers-python")
-    with tempfile.TemporaryDirectory(prefix="taas-bench-") as directory:
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="taas-bench-") as directory:
         bench = Bench(sys.executable, arguments.peers_python, Path(directory), arguments.launches)
         for number in range(arguments.rounds):
             for contestant in chosen:
@@ -105,7 +107,8 @@ Targets:
 
 {report.targets(results)}
 
-Measured on {report.hardware()}; Python {platform.python_version()}, {installed}.
+Measured on {report.hardware()}, load {os.getloadavg()[2]:.1f} (15 min);
+Python {platform.python_version()}, {installed}.
 Command: `python benchmarks/launch.py {options}`
 """
 
