@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 from PIL import Image, ImageChops
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTH_PX, TALLEST_PX, MARGIN_PX = 860, 4000, 12
+WIDTH_PX, TALLEST_PX, MARGIN_PX = 900, 4000, 12
 #: Device pixels for one of the page: sharp on screens of high density.
 SCALE = 2
 STYLE = """

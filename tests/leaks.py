@@ -154,7 +154,7 @@ class Snapshot:
                 yield process.describe()
 
     def _is_renewed_zygote(self, process: Process, now: set[Process]) -> bool:
-        """Whether it is the one preloaded zygote of a zygote that was there: as imports grow, a new one takes its place."""
+        """Whether it is the one preloaded zygote of a zygote that was there: a new one comes as imports grow."""
         parents = {each.pid for each in now if _key(each) in self.processes}
         siblings = [each for each in now if each.parent == process.parent and _is_preloaded_zygote(each)]
         return process.parent in parents and siblings == [process]

@@ -122,6 +122,12 @@ class ActiveRun:
                     for message in self._runner.receive(_POLL_S):
                         self._take(message)
                     self._pass_on(interrupts)
+            except RunnerLostError as error:
+                if self._arrived is None:
+                    raise
+                raise RunnerLostError.of(
+                    f"{error}\nwhat rank 0 had made and changed has come home all the same",
+                ) from error
             except BaseException:
                 # Whatever went wrong here: nobody follows the run any more, and the next one needs the place.
                 with contextlib.suppress(Exception):
@@ -155,7 +161,7 @@ class ActiveRun:
     def _take(self, message: Any) -> None:
         if isinstance(message, Denied) and not message.run_id:
             raise RunnerLostError.of(
-                f"{message.reason}\nthe ranks that it had started are gone, the notebook is as it was before the cell",
+                f"{message.reason}\nthe ranks that it had started are gone",
                 do="run the cell again: it starts a new runner",
             )
         if isinstance(message, Denied) and message.run_id == self._id:

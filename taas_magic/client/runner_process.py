@@ -161,7 +161,7 @@ class RunnerProcess:
         text = f"the runner (pid {self.process.pid}) {how}"
         tail = self.log_tail()
         return RunnerLostError.of(
-            f"{text}; the ranks it had started are gone, the notebook is as it was before the cell"
+            f"{text}; the ranks it had started are gone"
             + (f"\nits last words:\n{tail}" if tail else ""),
             do="run the cell again: it starts a new runner",
         )

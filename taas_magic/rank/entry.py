@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
 import socket
@@ -214,4 +215,10 @@ def _last_steps(*, succeeded: bool) -> list[Callable[[], Any]]:
     # After a failure the peers may be gone, and taking a group apart would wait for them.
     if succeeded and dist.is_available() and dist.is_initialized():
         steps.append(dist.destroy_process_group)
-    return [*steps, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush]
+    return [*steps, _end_child_processes, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush]
+
+
+def _end_child_processes() -> None:
+    """End what the cell started by multiprocessing and left: its exit function would wait for it, perhaps for ever."""
+    for child in multiprocessing.active_children():
+        child.terminate()

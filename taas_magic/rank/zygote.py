@@ -98,6 +98,7 @@ def _count_gpus() -> int:
 def _serve(channel: Channel[ToZygote]) -> None:
     watch = processes.ChildWatch()
     own: set[int] = set()
+    preloaded = 0
     while True:
         while watch.fileno() in select.select([channel.fileno(), watch.fileno()], [], [])[0]:
             watch.clear()
@@ -112,7 +113,11 @@ def _serve(channel: Channel[ToZygote]) -> None:
         if isinstance(message, StartRun):
             own.add(_fork_run_zygote(channel, watch, message.run_id, descriptors[0]))
         else:
-            own.add(_fork_preloaded(channel, watch, message, descriptors[0]))
+            if preloaded in own:
+                # The runner has let go of it and has no run in it; it may be busy importing for seconds yet.
+                os.kill(preloaded, signal.SIGKILL)
+            preloaded = _fork_preloaded(channel, watch, message, descriptors[0])
+            own.add(preloaded)
 
 
 def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, run_id: str, control_fd: int) -> int:

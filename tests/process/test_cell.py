@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from watch import await_condition, titled
+
 from process.kernel import CellResult, Notebook, warm_notebook
 
 #: What an inherited environment may hold when a notebook runs on a cluster.
@@ -31,6 +33,14 @@ def project(tmp_path_factory: pytest.TempPathFactory, private_temp: Path) -> Pat
 def notebook(project: Path, started_once: None) -> Iterator[Notebook]:
     with warm_notebook(project, CLUSTER) as notebook:
         yield notebook
+
+
+@pytest.fixture(autouse=True)
+def settled(notebook: Notebook) -> Iterator[None]:
+    """Cells that import or change variables have a new zygote preloaded; wait until the one before it has gone."""
+    yield
+    zygotes = "taas: zygote (preloaded)"
+    await_condition(lambda: len(titled(notebook.pid, zygotes)) <= 1, "the end of the old preloaded zygote", 30)
 
 
 def ranks(notebook: Notebook, source: str, num_ranks: int = 2, flags: str = "") -> CellResult:
@@ -172,7 +182,7 @@ interactive = hasattr(sys, "ps1"), bool(sys.flags.interactive), __name__
 
 def test_taas_answers_in_ranks_and_in_the_notebook(notebook: Notebook) -> None:
     source = "import taas\nanswer = taas.rank(), taas.world_size(), str(taas.device())"
-    cell = ranks(notebook, source + "\nprint(taas.rank(), 'of', taas.world_size())", flags="--show all").ok()
+    cell = ranks(notebook, source + "\nprint(f'{taas.rank()} of {taas.world_size()}')", flags="--show all").ok()
     assert "0 of 2" in cell.stdout
     assert "1 of 2" in cell.stdout
     assert value(notebook, "answer") == "(0, 2, 'cpu')"

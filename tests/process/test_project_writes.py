@@ -118,7 +118,7 @@ dist.barrier()
 if taas.rank() == 0:
     with open("fresh.txt", "w") as file: file.write("written by 0")
 dist.barrier()
-print(seen_before, open("fresh.txt").read())
+print(f"{seen_before} {open('fresh.txt').read()}")
 """,
         flags="--show all",
     ).ok()
@@ -134,7 +134,7 @@ from pathlib import Path
 os.makedirs("runs/one", exist_ok=True)
 Path("runs/two").mkdir(parents=True, exist_ok=True)
 torch.save(taas.rank(), "runs/one/model.pt")
-print(os.path.isdir("runs/one"), os.path.isdir("runs/two"))
+print(f"{os.path.isdir('runs/one')} {os.path.isdir('runs/two')}")
 """,
         flags="--show all",
     ).ok()

@@ -24,14 +24,14 @@ Ends = tuple[Channel[FromRank], Channel[ToRank]]
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     """The runner's end of a rank's channel, and the rank's."""
+    before = open_descriptors()
     ours, theirs = Channel.pair()
     runner: Channel[FromRank] = Channel(ours, FromRank)
     rank: Channel[ToRank] = Channel(theirs, ToRank)
-    before = open_descriptors()
     yield runner, rank
     runner.close()
     rank.close()
-    assert open_descriptors() <= before
+    assert open_descriptors() == before
 
 
 @contextlib.contextmanager
