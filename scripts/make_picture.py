@@ -40,7 +40,7 @@ def execute(path: Path) -> NotebookNode:
 
     What its cells write goes elsewhere: they run in a directory of their own.
     """
-    notebook = nbformat.read(path, as_version=4)
+    notebook: NotebookNode = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="nb-") as directory:
         client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": directory}})
         client.execute()
@@ -57,7 +57,8 @@ def page_of(notebook: NotebookNode, cell_ids: list[str]) -> str:
     if len(chosen) != len(cell_ids):
         raise SystemExit(f"cells {cell_ids}; the notebook has {[cell.get('id') for cell in notebook.cells]}")
     part = nbformat.v4.new_notebook(cells=chosen, metadata=notebook.metadata)
-    body, _ = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="").from_notebook_node(part)
+    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="")  # type: ignore[no-untyped-call]
+    body, _ = exporter.from_notebook_node(part)
     return str(body).replace("</head>", f"{STYLE}</head>")
 
 

@@ -17,6 +17,9 @@ PROTOCOL_VERSION = 1
 
 #: A global rank. What is no rank at all is refused when a message is read.
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+#: 1 interrupts, 2 terminates, 3 kills.
+StopLevel = Annotated[int, msgspec.Meta(ge=1, le=3)]
 SizeBytes = Annotated[int, msgspec.Meta(ge=0)]
 StreamKind = Literal["stdout", "stderr"]
 DisplayKind = Literal["display", "update", "clear", "result", "comm"]
@@ -61,7 +64,7 @@ class CellTask(msgspec.Struct, frozen=True):
     run_id: str
     source: str
     execution_count: int
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    num_ranks: NumRanks
     #: The directory in which only rank 0 may write, with what stays writable in it.
     project: str
     writable: list[str]
@@ -139,7 +142,7 @@ class Interrupt(Message, frozen=True):
     """Stops a run: 1 interrupts, 2 terminates, 3 kills."""
 
     run_id: str
-    level: Annotated[int, msgspec.Meta(ge=1, le=3)]
+    level: StopLevel
 
 
 class OutputTaken(Message, frozen=True):

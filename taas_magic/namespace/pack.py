@@ -111,7 +111,7 @@ def pack_namespace(
             continue
         if first or not packing.late_names:
             return packing.finish()
-        # Some record's methods use names that came behind it, and loading the record may call them (__setstate__, __hash__).
+        # Loading a record may call methods (__setstate__, __hash__), and those of some use names that came behind it.
         first = packing.names_to_load_first()
 
 

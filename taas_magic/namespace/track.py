@@ -178,7 +178,7 @@ class Tracker:
             return HomeParcel(parcel, not_home, packing.unwrapped)
 
     def _find_changed_opaque(self) -> None:
-        """Find the opaque origins whose pickle is another one now; whoever holds one of them by value then has changed too."""
+        """Find the opaque origins whose pickle is another one now; who holds one of those by value has changed too."""
         self._changed_opaque, self._changed_states = set(), []
         unchanged = [item for item in self._followed if item.is_opaque]
         found = unchanged

@@ -47,7 +47,7 @@ class NotebookView:
     def _flush(self, target: TextIO) -> None:
         """Have the front end get what was written, at once where that is not too often.
 
-        A kernel's stream sends a message for each flush, and ZeroMQ drops messages that a front end is too slow to take.
+        A kernel's stream sends a message a flush, and ZeroMQ drops messages that a front end is too slow to take.
         """
         now = time.monotonic()
         self._flushes_left = min(_FLUSH_BURST, self._flushes_left + (now - self._counted_at) * _FLUSHES_PER_S)

@@ -32,6 +32,11 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo :func:`die_with_parent`."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def children_of(pid: int) -> list[int]:
     """Pids of the direct children of a process; empty once it has gone."""
     children: list[int] = []

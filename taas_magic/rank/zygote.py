@@ -40,6 +40,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("taas: zygote")
     processes.become_subreaper()
+    # While it imports, nothing else would tell it that the runner has gone.
+    processes.die_with_parent(os.getppid())
     channel: Channel[ToZygote] = Channel(socket.socket(fileno=int(sys.argv[1])), ToZygote)
     os.set_inheritable(channel.fileno(), False)
     _import_what_ranks_use()
@@ -52,6 +54,7 @@ def main() -> None:
     # Objects that exist now are never collected in ranks: a collection would write into every shared page.
     gc.collect()
     gc.freeze()
+    processes.outlive_parent()
     channel.send(Warm(num_gpus=num_gpus, seconds=time.monotonic() - started))
     _serve(channel)
 

@@ -146,7 +146,7 @@ class Run:
         if isinstance(message, Interrupt):
             self._do(self.state.interrupt(message.level, now))
         elif isinstance(message, OutputTaken):
-            self._unseen_bytes -= message.size_bytes
+            self._unseen_bytes = max(0, self._unseen_bytes - message.size_bytes)
             self.send_output()
         elif isinstance(message, HomeTaken):
             self._close_parcel()

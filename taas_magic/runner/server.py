@@ -96,9 +96,7 @@ class Server:
         finally:
             for run in [*self._ending, *([self._run] if self._run else [])]:
                 run.abandon()
-            self._zygote.channel.close()
-            with contextlib.suppress(Exception):
-                self._zygote.process.wait(timeout=5)
+            self._zygote.close(is_warm=self._ready is not None)
             if not keep_directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -303,6 +301,7 @@ def main() -> None:
     """Entry of ``python -m taas_magic.runner DIRECTORY KERNEL_PID``; the token comes on standard input."""
     setproctitle.setproctitle("taas: runner")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an orderly end: what serves cleans up
     directory, kernel_pid = Path(sys.argv[1]), int(sys.argv[2])
     token = sys.stdin.readline().strip()
     try:

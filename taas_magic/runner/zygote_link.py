@@ -20,6 +20,9 @@ from taas_magic.wire import (
     StartRun,
 )
 
+#: A warm zygote has ended what descends from it by then.
+_END_S = 4.0
+
 
 class ZygoteLink:
     """A running zygote.
@@ -51,6 +54,17 @@ class ZygoteLink:
         self.channel.send(ForkPreloaded(modules, environment), (theirs.fileno(),))
         theirs.close()
         return PreloadedZygote(Channel(ours, FromZygote), modules, environment)
+
+    def close(self, *, is_warm: bool) -> None:
+        """End the zygote and wait for that; one that still imports would not notice that it is to end."""
+        self.channel.close()
+        if not is_warm:
+            self.process.kill()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def start_run(self, task: RunTask, parcel_fd: int, preloaded: PreloadedZygote | None = None) -> RunLink:
         """Fork the run's zygote and give it what it needs; ranks follow by themselves."""

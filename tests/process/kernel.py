@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
-from watch import await_condition, titled
+from process.watch import await_condition, titled
 
 import taas_magic
 
@@ -146,6 +146,9 @@ class Notebook:
         """Restart the kernel as the front end's button does."""
         self.client.stop_channels()
         self.manager.restart_kernel()
+        self._is_idle = True
+        if self._cell.status == "running":
+            self._cell.status = "aborted"
         self._connect()
 
     def close(self, *, now: bool = False) -> None:

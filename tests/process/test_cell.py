@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from watch import await_condition, titled
-
 from process.kernel import CellResult, Notebook, warm_notebook
+from process.watch import await_condition, titled
 
 #: What an inherited environment may hold when a notebook runs on a cluster.
 CLUSTER = {
@@ -156,7 +155,8 @@ def test_ranks_have_the_whole_contract_of_torchrun_and_nothing_stale(notebook: N
         """
 import os, sys, torch.distributed as dist
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-         "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+         "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+         "TORCHELASTIC_RESTART_COUNT",
          "TORCHELASTIC_MAX_RESTARTS"]
 mine = {name: os.environ.get(name) for name in names}
 dist.init_process_group("nccl", init_method="env://")

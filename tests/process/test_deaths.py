@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kernel import CellResult, Notebook, warm_notebook
+from process.kernel import CellResult, Notebook, warm_notebook
 
 #: Ranks are stopped within two seconds; what a loaded machine adds is not held against them.
 STOPPED_WITHIN_S = 8.0
@@ -174,7 +174,7 @@ def assert_names(cell: CellResult, way: Way, rank: int) -> None:
         assert f"[rank {rank}]" in cell.traceback_text
     else:
         assert f"rank {rank} of 2 {way.exit}" in cell.error_value
-        assert f"likely cause: " in cell.error_value
+        assert "likely cause: " in cell.error_value
         assert way.cause in cell.error_value
 
 
@@ -264,7 +264,8 @@ def test_a_process_that_ends_well_in_the_middle_has_died_too(notebook: Notebook)
 
 
 def test_a_death_shows_the_last_lines_of_its_rank(notebook: Notebook) -> None:
-    cell = on_two(notebook, "import time, taas\nif taas.rank() == 1:\n    print('on the brink')\n    die('SIGKILL')\ntime.sleep(100)")
+    body = "if os.environ['RANK'] == '1':\n    print('on the brink')\n    die('SIGKILL')"
+    cell = on_two(notebook, f"import time\n{body}\ntime.sleep(100)")
     assert "[rank 1] on the brink" in cell.traceback_text
 
 
@@ -344,7 +345,8 @@ except Diverged as error:
         assert notebook.run("import sys\nisinstance(sys.last_value, Fresh)").result == "True"
 
     def test_an_exception_that_has_no_pickle(self, notebook: Notebook) -> None:
-        cell = on_two(notebook, "import threading\nerror = ValueError('boom')\nerror.lock = threading.Lock()\nraise error")
+        source = "import threading\nerror = ValueError('boom')\nerror.lock = threading.Lock()\nraise error"
+        cell = on_two(notebook, source)
         assert cell.error_name == "RankFailedError", cell.output
         assert "ValueError: boom" in cell.error_value
 

@@ -1,4 +1,4 @@
-"""The notebooks that new users open run from end to end in a real kernel, and reach the accuracy that they state."""
+"""What new users follow does what it says: the notebooks and the tutorial, from end to end in a real kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import NotebookNode
+from process.kernel import Notebook
 
 import taas_magic
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+#: A cell of the tutorial, and the output below it where that is shown.
+STEP = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -109,3 +113,21 @@ def test_lightning_notebook_trains_a_classifier(tmp_path: Path) -> None:
     assert "epoch 5: accuracy" in executed.text("more")
     assert "epoch 1: accuracy" not in executed.text("more")
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
+
+
+def test_each_step_of_the_tutorial_works(tmp_path: Path) -> None:
+    steps = STEP.findall((ROOT / "docs/tutorial.md").read_text())
+    assert len(steps) > 8
+    with Notebook(tmp_path) as notebook:
+        for source, expected in steps:
+            cell = notebook.run(source, timeout=120)
+            if "raise ValueError" in source:
+                assert (cell.error_name, cell.error_value) == ("ValueError", "not me")
+                continue
+            cell.ok()
+            # Whether it rehearses depends on the machine.
+            shown = [line for line in expected.splitlines() if not line.startswith("taas: no GPU here")]
+            assert all(line in cell.output for line in shown)
+        # The last cell of them that prints states how well the model does.
+        assert notebook.run("accuracy > 0.88").ok().result == "True"
+    assert (tmp_path / "digits.pt").is_file()

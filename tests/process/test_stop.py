@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kernel import CellResult, KernelGoneError, Notebook, warm_notebook
-from watch import await_condition, await_gone, below, kill, only, title, titled
+from process.kernel import CellResult, KernelGoneError, Notebook, warm_notebook
+from process.watch import await_condition, await_gone, below, kill, only, title, titled
 
 #: From an interrupt to SIGTERM, here; small, so that what has to be moved on by force does not take long.
 GRACE_S = 1.0
@@ -176,7 +176,9 @@ def test_a_third_interrupt_kills(notebook: Notebook) -> None:
     notebook.directory.joinpath("taas.toml").write_text("[stop]\ngrace_s = 60\n")
     notebook.run("epoch = 0").ok()
     ignoring = SWALLOWS.replace("pass", "print('ignored', flush=True)").replace("\n", "\n    ")
-    run = start_run(notebook, f"if taas.rank() == 0:\n    sum(range(10**13))\nelse:\n{ignoring}", flags="--show all")
+    body = f"if taas.rank() == 0:\n    sum(range(10**13))\nelse:\n    print('at it', flush=True){ignoring}"
+    run = start_run(notebook, body, flags="--show all", ready="[rank 1] at it")
+    notebook.wait_for_output("trained\n")
     notebook.interrupt()
     notebook.wait_for_output("ignored")
     notebook.interrupt()

@@ -53,9 +53,9 @@ def put(node, key, value):
     elif isinstance(node, set): node.add(value if isinstance(value, (Plain, Slotted)) else key)
     elif isinstance(node, (Plain, Slotted)): setattr(node, "ab"[key % 2], value)
     elif isinstance(node, bytearray): node.append(key)
-    elif isinstance(node, np.ndarray): node[key % len(node) :] += key
+    elif isinstance(node, np.ndarray): node[key % max(1, len(node)) :] += key
     else:
-        with torch.no_grad(): node[key % len(node) :].add_(key)
+        with torch.no_grad(): node[key % max(1, len(node)) :].add_(key)
 def take(node, key):
     if isinstance(node, list) and node: del node[key % len(node)]
     elif isinstance(node, dict): node.pop(key, None)

@@ -183,10 +183,9 @@ def test_garbage_from_a_rank_is_that_ranks_end_alone(other: Other, garbage: byte
     other.start()
     other.sockets[1].sendall(garbage)
     other.turn()
-    if garbage != b"hello, world":
-        with pytest.raises(ChannelClosedError):
-            other.ranks[1].receive()
-        assert "sent what is no message" in other.run.log.tail(1, 1)
+    with pytest.raises(ChannelClosedError):
+        other.ranks[1].receive()
+    assert "sent what is no message" in other.run.log.tail(1, 1)
     other.say(0, CellFinished())
     assert other.run.state.phases[0].value == "finished"
 

@@ -1,0 +1,107 @@
+"""docs/protocol.md and taas_magic/wire.py say the same."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from taas_magic import wire
+from taas_magic.namespace import blocks
+from taas_magic.wire import Message
+
+PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
+SECTIONS = {
+    match[1]: match[2] for match in re.finditer(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+}
+ENTRIES = {match[1]: match[2] for match in re.finditer(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)}
+STRUCTS = {
+    name: value
+    for name, value in vars(wire).items()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not Message
+}
+UNIONS = {
+    name: {member.__name__ for member in (typing.get_args(value) or (value,))}
+    for name, value in vars(wire).items()
+    if re.fullmatch(r"(To|From)[A-Z]\w+", name)
+}
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without heads."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return ""
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
+
+
+def test_every_message_is_described_and_no_other() -> None:
+    assert set(ENTRIES) == set(STRUCTS)
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_every_field_is_described_with_its_type_and_default(name: str) -> None:
+    cls = STRUCTS[name]
+    expected = [
+        [f"`{field.encode_name}`", f"`{cls.__annotations__[field.name]}`", default_of(field)]
+        for field in msgspec.structs.fields(cls)
+    ]
+    assert [row[:3] for row in rows(ENTRIES[name])] == expected
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_every_message_says_when(name: str) -> None:
+    prose = [line for line in ENTRIES[name].splitlines() if line and not line.startswith("|")]
+    assert prose
+
+
+@pytest.mark.parametrize("name", UNIONS)
+def test_every_direction_lists_its_messages(name: str) -> None:
+    (text,) = [text for title, text in SECTIONS.items() if title.endswith(f": `{name}`")]
+    own = set(re.findall(r"^### (\w+)", text, re.MULTILINE))
+    above = re.search(r"^As above: (.*)\.$", text, re.MULTILINE)
+    assert own | set(re.findall(r"`(\w+)`", above[1] if above else "")) == UNIONS[name]
+
+
+def test_every_direction_is_a_section() -> None:
+    assert {title.rpartition(": `")[2].rstrip("`") for title in SECTIONS if ": `" in title} == set(UNIONS)
+
+
+def test_every_message_goes_somewhere() -> None:
+    messages = {name for name, cls in STRUCTS.items() if issubclass(cls, Message)}
+    assert set().union(*UNIONS.values()) == messages
+
+
+def test_the_version_is_named() -> None:
+    assert f"version {wire.PROTOCOL_VERSION}." in PAGE
+
+
+def test_the_parcel_is_described_as_it_is() -> None:
+    text = SECTIONS["Parcels"]
+    assert f"| 0 | 8 | `{blocks._MAGIC.decode()}` |" in text
+    assert f"| {blocks._HEADER.size} | | the pickle stream |" in text
+    assert f"aligned to {blocks._ALIGNMENT} bytes" in text
+    assert f"from {blocks._SMALL_BYTES // 1024} KiB on" in text
+    documented = {name for row in rows(text) for name in re.findall(r"`(\w+)`", row[0])}
+    assert {field.name for field in msgspec.structs.fields(blocks.Manifest)} <= documented
+    block = next(row for row in rows(text) if row[0] == "`blocks`")[1]
+    assert block.split("(")[1].split(")")[0].count(",") + 1 == len(msgspec.structs.fields(blocks.BlockExtent))
+
+
+def test_limits_are_as_they_are() -> None:
+    from taas_magic import channel
+    from taas_magic.runner import run
+
+    assert channel.MAX_FRAME_BYTES == 2**30
+    assert "at most 1 GiB and 16 descriptors" in " ".join(PAGE.split())
+    assert channel._MAX_DESCRIPTORS == 16
+    assert run._WINDOW_BYTES == 2**20
+    assert "at most 1 MiB on the way" in ENTRIES["OutputTaken"]
