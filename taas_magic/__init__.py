@@ -1,6 +1,7 @@
 """Training as a service, from a notebook cell: ``%load_ext taas_magic``.
 
-Importing this package costs next to nothing; what it needs is imported when it is used, torch never in the kernel's name.
+Importing this package costs next to nothing; what it needs is imported when it is used, torch never in the kernel's
+name.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def mismatch(kernel: Versions, runner: Versions) -> str:
 
 
 def _minor(version: str) -> list[str]:
-    return version.split("+")[0].split(".")[:2]
+    return version.partition("+")[0].split(".")[:2]
 
 
 def _installed(name: str) -> str:

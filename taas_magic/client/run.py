@@ -47,6 +47,12 @@ class View(Protocol):
     def write(self, rank: int, stream: str, text: str) -> None:
         """Show a piece of a rank's "stdout" or "stderr"."""
 
+    def tick(self) -> None:
+        """Called now and then while nothing comes."""
+
+    def finish(self) -> None:
+        """Called when no more output will come."""
+
     def display(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         """Show something rich; ``kind`` as in :class:`taas_magic.wire.Display`."""
 
@@ -121,7 +127,9 @@ class ActiveRun:
                 while self._outcome is None:
                     for message in self._runner.receive(_POLL_S):
                         self._take(message)
+                    self._show(self._view.tick)
                     self._pass_on(interrupts)
+                self._show(self._view.finish)
             except RunnerLostError as error:
                 if self._arrived is None:
                     raise
@@ -189,7 +197,7 @@ class ActiveRun:
         """Show something; that a front end cannot is no reason to give up what the ranks have worked for."""
         try:
             show()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - what the user's classes raise
             if not self._has_failed_to_show:
                 self._has_failed_to_show = True
                 with contextlib.suppress(Exception):

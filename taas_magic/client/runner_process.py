@@ -72,6 +72,7 @@ class RunnerProcess:
 
     @property
     def is_alive(self) -> bool:
+        """Whether its process has not ended."""
         return self.process.poll() is None
 
     def fileno(self) -> int:
@@ -114,6 +115,7 @@ class RunnerProcess:
         self.send(Hello(self._token, own_versions()))
 
     def send(self, message: Message) -> None:
+        """Send a message; it is queued, and never waits."""
         self._socket.send(msgspec.msgpack.encode(message))
 
     def receive(self, timeout_s: float) -> Iterator[Any]:
@@ -161,8 +163,7 @@ class RunnerProcess:
         text = f"the runner (pid {self.process.pid}) {how}"
         tail = self.log_tail()
         return RunnerLostError.of(
-            f"{text}; the ranks it had started are gone"
-            + (f"\nits last words:\n{tail}" if tail else ""),
+            f"{text}; the ranks it had started are gone" + (f"\nits last words:\n{tail}" if tail else ""),
             do="run the cell again: it starts a new runner",
         )
 

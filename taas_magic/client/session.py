@@ -115,7 +115,9 @@ class Session:
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
-            raise TaasError.of(f"a run is active, so this notebook cannot {what} now", do="wait for its end, or stop it")
+            raise TaasError.of(
+                f"a run is active, so this notebook cannot {what} now", do="wait for its end, or stop it"
+            )
         try:
             yield
         finally:
@@ -180,15 +182,17 @@ def place_locally(pragma: Pragma, num_gpus: int, settings: Settings) -> Place:
     if num_gpus == 0:
         if wanted > settings.local.max_ranks:
             raise PlacementError.of(
-                f"--gpus {wanted}: this machine has no GPU, and rehearses at most {settings.local.max_ranks} ranks on CPU",
-                do=f"ask for fewer, or raise `max_ranks` in table [local] of taas.toml",
+                f"--gpus {wanted}: this machine has no GPU, and rehearses "
+                f"at most {settings.local.max_ranks} ranks on CPU",
+                do="ask for fewer, or raise `max_ranks` in table [local] of taas.toml",
             )
         return Place(wanted, rehearse=True)
     if wanted > num_gpus:
         raise PlacementError.of(
             f"--gpus {wanted}, and this machine has {num_gpus}",
             expected=f"--gpus 1 to {num_gpus}",
-            do=f"write `#pragma taas --gpus {num_gpus}`; to rehearse on CPU, set CUDA_VISIBLE_DEVICES='' before %load_ext",
+            do=f"write `#pragma taas --gpus {num_gpus}`; "
+            "to rehearse on CPU, set CUDA_VISIBLE_DEVICES='' before %load_ext",
         )
     return Place(wanted, rehearse=False)
 

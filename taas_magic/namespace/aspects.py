@@ -1,14 +1,14 @@
 """The ways in which an object can change, and how each is brought into another process's copy of it.
 
 An *aspect* is one of them: a dict's items, an instance's attributes, a tensor's place in memory. ``take`` notes the
-aspect's value shallowly, ``diff`` compares and returns what to send (or ``SAME``), ``apply`` carries that out on the other copy.
-Sub-objects are compared by identity: those that can change have aspects of their own.
+aspect's value shallowly, ``diff`` compares and returns what to send (or ``SAME``), ``apply`` carries that out on the
+other copy. Sub-objects are compared by identity: those that can change have aspects of their own.
 """
 
 from __future__ import annotations
 
 import copyreg
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -31,7 +31,7 @@ SAME = object()
 #: Types whose instances never change, or that a pickle holds by name.
 _IMMUTABLE = (
     int, float, complex, str, bytes, bool, type(None), range, slice, type(Ellipsis), type(NotImplemented),
-    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID,
+    dt.date, dt.time, dt.timedelta, dt.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID,
     pathlib.PurePath, re.Pattern, enum.Enum, types.ModuleType, types.CodeType, types.BuiltinFunctionType,
     types.MethodType, types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, property,
     staticmethod, classmethod, functools.partial, weakref.ref, types.GenericAlias,
@@ -164,7 +164,8 @@ def attributes_of(obj: Any) -> dict[str, Any] | None:
     for name in copyreg._slotnames(type(obj)):  # type: ignore[attr-defined]
         if hasattr(obj, name):
             attributes[name] = getattr(obj, name)
-    if isinstance(obj, types.FunctionType) or type(obj).__getstate__ is object.__getstate__:
+    has_default_state = type(obj).__getstate__ is object.__getstate__  # type: ignore[comparison-overlap]
+    if isinstance(obj, types.FunctionType) or has_default_state:
         return attributes
     state = obj.__getstate__()
     if isinstance(state, tuple) and len(state) == 2:
@@ -270,7 +271,7 @@ def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
         return {"tensor": obj.detach().clone(), "requires_grad": obj.requires_grad}
     layout, grad, attributes = taken
     if layout != _layout(obj) or obj.device.type != "cpu":
-        # Other memory that the kernel has may be overwritten before this is read from it: two tensors may have been swapped.
+        # Other memory that the kernel has may be overwritten before this is read from it: two may have been swapped.
         is_the_kernels = obj.device.type == "cpu" and view.has_arrived(obj.data_ptr())
         changed["tensor"] = obj.detach().clone() if is_the_kernels else obj.detach()
         changed["requires_grad"] = obj.requires_grad and obj.is_leaf
@@ -412,8 +413,8 @@ def aspects_of(obj: Any) -> tuple[Aspect, ...] | None:
 
 def _has_default_pickle(kind: type) -> bool:
     return (
-        kind.__reduce_ex__ is object.__reduce_ex__
-        and kind.__reduce__ is object.__reduce__
+        kind.__reduce_ex__ is object.__reduce_ex__  # type: ignore[comparison-overlap]
+        and kind.__reduce__ is object.__reduce__  # type: ignore[comparison-overlap]
         and kind not in copyreg.dispatch_table
         and not kind.__flags__ & _IS_C_TYPE_WITHOUT_STATE
     )

@@ -63,7 +63,8 @@ class Manifest(msgspec.Struct, frozen=True):
 class OutgoingBlock:
     """One owner's memory while a parcel is being packed.
 
-    ``address`` and ``nbytes`` are the whole owner's; ``low`` and ``high`` bound what is used of it, in bytes from its start.
+    ``address`` and ``nbytes`` are the whole owner's; ``low`` and ``high`` bound what is used of it, in bytes from its
+    start.
     """
 
     address: int
@@ -120,7 +121,8 @@ class OutgoingBlocks:
     def overlapping(self) -> list[tuple[int, int]]:
         """The regions (address, nbytes), sorted, in which several blocks overlap.
 
-        Memory is only shared at the other end where it is one block; so whoever finds any has to pack again, with these.
+        Memory is only shared at the other end where it is one block; so whoever finds any has to pack again, with
+        these.
         """
         regions: list[tuple[int, int]] = []
         start = stop = num_blocks = 0
@@ -135,6 +137,7 @@ class OutgoingBlocks:
 
     @property
     def total_bytes(self) -> int:
+        """What the blocks take together."""
         return sum(block.hull[1] for block in self.blocks)
 
 
@@ -238,6 +241,7 @@ class Parcel:
     size_bytes: int
 
     def close(self) -> None:
+        """Let the parcel go."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -266,10 +270,12 @@ class IncomingBlocks:
 
     @property
     def stream(self) -> memoryview:
+        """The pickle stream."""
         start = self.manifest.stream_offset
         return self.buffer[start : start + self.manifest.stream_size]
 
     def extent(self, number: int) -> BlockExtent:
+        """Where a block lies."""
         return self.manifest.blocks[number]
 
     def view(self, number: int) -> memoryview:

@@ -1,7 +1,7 @@
 """Names the object that keeps something from travelling, and the path to it: ``loader.dataset._file``.
 
-Runs only after a pickle has failed, so it may be slow: it follows the children of the failing object, each time into the
-first child that fails alone too, until no child fails.
+Runs only after a pickle has failed, so it may be slow: it follows the children of the failing object, each time into
+the first child that fails alone too, until no child fails.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Culprit:
     advice: str
 
     def describe(self) -> str:
+        """Say what it is and how it is reached."""
         return f"{self.path} is a {self.type_name}: {self.reason}"
 
 
@@ -97,10 +98,10 @@ def _function_parts(path: str, func: types.FunctionType) -> Iterator[tuple[str, 
 
 def _state_of(obj: Any) -> dict[str, Any]:
     """The attributes that a pickle of the object would hold."""
-    if type(obj).__getstate__ is not object.__getstate__:
+    if type(obj).__getstate__ is not object.__getstate__:  # type: ignore[comparison-overlap]
         try:
             state = obj.__getstate__()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the user's code may raise anything
             state = None
         if isinstance(state, dict):
             return {str(name): value for name, value in state.items()}
@@ -118,7 +119,7 @@ def _advice(obj: Any, path: str, name: str) -> str:
     kind = type(obj)
     full_name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(obj, io.IOBase):
-        return f"open the file where it is used (in the cell, or on first use in the object), not before; or `del {name}`"
+        return f"open the file where it is used: in the cell, or in the object on first use; or `del {name}`"
     if isinstance(obj, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return "create it in the cell, or make a list or a class with `__iter__` of it"
     if kind.__module__ in ("_thread", "threading", "multiprocessing.synchronize", "asyncio.locks"):

@@ -16,8 +16,8 @@ from taas_magic.namespace.blocks import IncomingBlocks, view_of_memory
 from taas_magic.namespace.pack import PackedNamespace
 from taas_magic.namespace.rebuild import Loading, loading, without_warnings
 
-#: Smaller blocks are copied out of the parcel. One that is not keeps all of the parcel in memory, and a descriptor open,
-#: for as long as it lives: it has to be large, and most of the parcel.
+#: Smaller blocks are copied out of the parcel. One that is not keeps all of the parcel in memory, and a descriptor
+#: open, for as long as it lives: it has to be large, and most of the parcel.
 _COPY_BELOW_BYTES = 64 * 2**20
 
 
@@ -65,7 +65,7 @@ class Homecoming:
             origin = packed.origins[number]
             try:
                 BY_NAME[aspect].apply(origin, payload)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the user's classes may raise anything
                 problems.append(f"a change of a {type(origin).__name__} ({error})")
         main.update(self.bindings)
         for name in self.deleted:

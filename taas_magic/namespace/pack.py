@@ -1,7 +1,8 @@
 """Packs what a cell needs of the notebook into one parcel: one graph, one record a name.
 
-Records are pickled one after the other with a shared memo, so objects that several names reach stay one object. The memo
-numbers are kept: they are how kernel and rank speak of the same object later (see :mod:`taas_magic.namespace.track`).
+Records are pickled one after the other with a shared memo, so objects that several names reach stay one object. The
+memo numbers are kept: they are how kernel and rank speak of the same object later (see
+:mod:`taas_magic.namespace.track`).
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ _MODULE, _DEFINITION, _USED_IN_FUNCTIONS, _VALUE = range(4)
 
 
 def _origins(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:
-    """The memo by number, without what was only there for the pickle: dicts of attributes, and what only the memo holds.
+    """The memo by number, without what was there for the pickle only: dicts of attributes, what only the memo holds.
 
     A container has a lower number than what it holds, so one pass in order also finds the parts of such objects.
     """
@@ -267,7 +268,7 @@ def _attribute_dict(obj: Any) -> dict[str, Any] | None:
 
 
 def _references_of_a_temporary() -> int:
-    """What ``getrefcount`` says in :func:`_origins` of an object that nothing else holds; it depends on Python's version."""
+    """What ``getrefcount`` says in :func:`_origins` of an object that nothing else holds; Python's versions differ."""
     pairs = [(0, object())]
     while pairs:
         _, obj = pairs.pop()
@@ -305,7 +306,7 @@ def try_pickle(main: dict[str, Any], obj: Any, **options: Any) -> BaseException 
     """Pickle ``obj`` alone, keeping nothing; the error, or None."""
     try:
         NamespacePickler(_Nowhere(), main, OutgoingBlocks(), **options).dump(obj)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever keeps it from being pickled
         return error
     return None
 
@@ -340,7 +341,7 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
     Args:
         fd: The parcel.
         main: The namespace that the notebook's functions get as their globals.
-        before_names: Called with the process state before the first name is loaded (``sys.path`` must be right by then).
+        before_names: Called with the process state before the first name is loaded: ``sys.path`` must be right by then.
     """
     incoming = IncomingBlocks(fd)
     buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]

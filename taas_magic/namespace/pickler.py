@@ -32,6 +32,7 @@ from taas_magic.namespace.blocks import OutgoingBlocks
 #: Finds the block of the receiver in which an address of this process lies: (number, offset from the owner's start).
 Locate = Callable[[int], "tuple[int, int] | None"]
 
+
 class MainGlobals:
     """Stands for the shared namespace in a stream; there is one instance."""
 
@@ -42,7 +43,7 @@ class MainGlobals:
 MAIN = MainGlobals()
 
 
-class Refused(TypeError):
+class Refused(TypeError):  # noqa: N818 - it reads as what it is where it is raised
     """An object that has a pickle but must not travel; the text says why."""
 
 
@@ -80,13 +81,14 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
     # -- dispatch ------------------------------------------------------------------------------------------------
 
     def reducer_override(self, obj: Any) -> Any:
+        """See :class:`pickle.Pickler`."""
         kind = type(obj)
         reducer = self._reducers.get(kind)
         if reducer is None:
             reducer = self._reducers[kind] = self._choose_reducer(kind)
         return reducer(obj)
 
-    def _choose_reducer(self, kind: type) -> Callable[[Any], Any]:
+    def _choose_reducer(self, kind: type) -> Callable[[Any], Any]:  # noqa: C901, PLR0912 - a table of types
         """Pick the reducer for a type once; instances then cost one dict lookup."""
         if issubclass(kind, type):
             return self._reduce_class
@@ -127,7 +129,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         if kind is torch.Generator:
             return _reduce_generator
         optim = sys.modules.get("torch.optim")
-        if optim is not None and issubclass(kind, optim.Optimizer) and kind.__reduce_ex__ is object.__reduce_ex__:
+        has_default_pickle = kind.__reduce_ex__ is object.__reduce_ex__  # type: ignore[comparison-overlap]
+        if optim is not None and issubclass(kind, optim.Optimizer) and has_default_pickle:
             return _reduce_optimizer
         data = sys.modules.get("torch.utils.data")
         if data is not None and issubclass(kind, data.DataLoader):
@@ -218,7 +221,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         low, high = _reach(array.shape, array.strides, array.itemsize)
         start = owner.ctypes.data
         offset = array.ctypes.data - start if array.size else 0
-        if not (owner.flags.c_contiguous or owner.flags.f_contiguous) or not 0 <= offset + low <= owner.nbytes - high + low:
+        is_contiguous = owner.flags.c_contiguous or owner.flags.f_contiguous
+        if not is_contiguous or not 0 <= offset + low <= owner.nbytes - high + low:
             return NotImplemented
         writable = bool(owner.flags.writeable or owner.flags.owndata) and id(owner) not in self._copied_on_write
         reference, shift = self._reference(start, owner.nbytes, owner, writable=writable)
@@ -229,7 +233,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         return rebuild.array, (*where, array.dtype, bool(array.flags.writeable))
 
     def _reduce_pandas_block(self, block: Any) -> Any:
-        """Note the memory of a data frame's columns: other frames may share it that must not see a change of this one."""
+        """Note the memory of a data frame's columns, which others may share that must not see a change of this one."""
         numpy, pandas = sys.modules["numpy"], sys.modules["pandas"]
         if int(pandas.__version__.split(".")[0]) >= 3 or pandas.get_option("mode.copy_on_write") is True:
             parts = [getattr(block.values, name, None) for name in ("_ndarray", "_data", "_mask")]

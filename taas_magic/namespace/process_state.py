@@ -1,7 +1,7 @@
 """Process-wide state that a cell counts on: directory, environment, random states, numeric and logging settings.
 
-Captured in the kernel, applied in every rank before its names are loaded. Only random states come home. Libraries that the
-kernel has not imported are not imported for this.
+Captured in the kernel, applied in every rank before its names are loaded. Only random states come home. Libraries that
+the kernel has not imported are not imported for this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Variables of schedulers and launchers that a rank must not inherit: libraries would believe them (Lightning reads SLURM's).
+#: Variables of schedulers and launchers that a rank must not inherit: libraries would believe them (Lightning reads
+#: SLURM's).
 SCRUBBED_PREFIXES = (
     "SLURM_", "SLURMD_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "MV2_", "I_MPI_", "HYDRA_", "MPI_", "ALPS_", "LSB_", "JSM_",
     "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GROUP_", "ROLE_", "ACCELERATE_", "PET_", "FLUX_",

@@ -102,6 +102,7 @@ def main_globals() -> dict[str, Any]:
 
 
 def identity(value: Any) -> Any:
+    """Return the value: what was wrapped travels without its wrapper."""
     return value
 
 
@@ -113,8 +114,9 @@ def code(build: Callable[..., types.CodeType], arguments: tuple[Any, ...], file_
 def exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """An exception as it was, past the constructor of its class, which may want other arguments than ``args``."""
     error = kind.__new__(kind, *args)
-    native = next(base for base in kind.__mro__ if isinstance(base.__dict__.get("__init__"), types.WrapperDescriptorType))
-    native.__init__(error, *args)
+    constructors = (vars(base).get("__init__") for base in kind.__mro__)
+    native = next(each for each in constructors if isinstance(each, types.WrapperDescriptorType))
+    native(error, *args)
     return error
 
 
@@ -152,7 +154,7 @@ def stream_of_sys(name: str) -> Any:
     return getattr(sys, name)
 
 
-def array(
+def array(  # noqa: PLR0917 - pickles call it
     reference: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool
 ) -> Any:
     """A numpy array over a block, ``offset`` bytes from its owner's start to the first element."""
@@ -176,7 +178,7 @@ def storage(reference: int, device: str) -> Any:
     return result
 
 
-def tensor(
+def tensor(  # noqa: PLR0917 - pickles call it
     kind: str | type,
     reference: int,
     storage: Any,
@@ -214,7 +216,7 @@ def _dress(kind: str | type, plain: Any, requires_grad: bool) -> Any:
         return torch.nn.Parameter(plain, requires_grad)
     if kind == "tensor":
         return plain.requires_grad_() if requires_grad else plain
-    return torch.Tensor._make_subclass(kind, plain, requires_grad)
+    return torch.Tensor._make_subclass(kind, plain, requires_grad)  # type: ignore[arg-type]
 
 
 def set_tensor_state(tensor: Any, state: dict[str, Any]) -> None:

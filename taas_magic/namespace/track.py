@@ -97,7 +97,7 @@ class Tracker:
             aspects = aspects_of(obj)
             if aspects is not None and not self._is_not_written_back(obj):
                 return _Followed(number, obj, [(aspect, aspect.take(obj, self)) for aspect in aspects])
-        except Exception:  # noqa: S110 - a class's own code failed: no reason not to run the cell
+        except Exception:  # noqa: BLE001, S110 - a class's own code failed: no reason not to run the cell
             pass
         return _Followed(number, obj, [], True, self._digest(obj))
 
@@ -142,11 +142,12 @@ class Tracker:
         pickler = _DigestPickler(self, stream, OutgoingBlocks(), by_value=id(obj))
         try:
             pickler.dump(obj)
-        except BaseException:  # an object's own code may call sys.exit
+        except BaseException:  # noqa: BLE001 - an object's own code may call sys.exit
             return None
         return stream.getvalue(), pickler.buffer_digests, pickler.block_digests()
 
     def number_of(self, obj: Any) -> int | None:
+        """The memo number under which the kernel has an object; None where it comes home by value."""
         number = self._number_of.get(id(obj))
         return None if number is None or id(obj) in self._changed_opaque else number
 
@@ -189,12 +190,12 @@ class Tracker:
             self._changed_states += [item for item in found if has_own_state(item.obj)]
             self._changed_opaque |= {id(item.obj) for item in found if not has_own_state(item.obj)}
 
-    def _records(self, not_home: list[NotHome]) -> Iterable[tuple[str, Any]]:
+    def _records(self, not_home: list[NotHome]) -> Iterable[tuple[str, Any]]:  # noqa: C901 - one loop a kind of record
         for item in self._followed:
             for aspect, taken in item.notes:
                 try:
                     payload = aspect.diff(item.obj, taken, self)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - the user's code may raise anything
                     not_home.append(NotHome(self._path_of(item.number), _reason(error)))
                     continue
                 if payload is not SAME:
@@ -202,7 +203,7 @@ class Tracker:
         for item in self._changed_states:
             try:
                 yield f"update {item.number} state", item.obj.__getstate__()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the user's code may raise anything
                 not_home.append(NotHome(self._path_of(item.number), _reason(error)))
         for name, value in list(self._main.items()):
             if self._is_notebook_name(name) and (name not in self._names or self.differs(self._names[name], value)):
@@ -245,7 +246,7 @@ class Tracker:
     def _problem(self, value: Any) -> BaseException | None:
         try:
             _HomePickler(self, io.BytesIO(), OutgoingBlocks()).dump(value)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             return error
         return None
 

@@ -81,7 +81,8 @@ def _remember_source(shell: InteractiveShell, python: str) -> None:
 def number_of_cell(shell: InteractiveShell) -> int:
     """The number in front of the running cell.
 
-    ``execution_count`` is that number in older IPython, and from IPython 9 on the next cell's; the history agrees in all.
+    ``execution_count`` is that number in older IPython, and from IPython 9 on the next cell's; the history agrees in
+    all.
     """
     history = shell.history_manager
     return shell.execution_count if history is None else len(history.input_hist_raw) - 1
@@ -109,7 +110,7 @@ def rank_environment() -> dict[str, str]:
     environment = process_state.scrubbed(dict(os.environ))
     # The ranks of one machine need no interface that others can reach.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Front ends know colours and carriage returns; rich's live displays move the cursor up, which leaves every frame there.
+    # Front ends know colours and carriage returns. rich's live displays move the cursor up: every frame would stay.
     environment.setdefault("TTY_INTERACTIVE", "0")
     return environment
 
@@ -147,7 +148,7 @@ def _hidden(shell: InteractiveShell) -> dict[str, Any]:
     return hidden
 
 
-def _request(
+def _request(  # noqa: PLR0917 - everything that a request is made of
     shell: InteractiveShell,
     parsed: ParsedCell,
     packed: PackedNamespace,
@@ -180,9 +181,7 @@ def _request(
 
 def _announce(view: NotebookView, place: Place) -> None:
     if place.rehearse:
-        view.notice(
-            f"no GPU here: rehearsing {plural(place.num_ranks, 'rank')} on CPU; 'nccl' is answered by 'gloo'"
-        )
+        view.notice(f"no GPU here: rehearsing {plural(place.num_ranks, 'rank')} on CPU; 'nccl' is answered by 'gloo'")
 
 
 def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings: Settings) -> None:

@@ -42,7 +42,7 @@ class Extension:
         ):
             table = self.shell.magics_manager.magics[kind]
             self._replaced_magics[kind, name] = table.get(name)
-            self.shell.register_magic_function(function, kind, name)
+            self.shell.register_magic_function(function, kind, name)  # type: ignore[arg-type, unused-ignore]
         self.shell.events.register("post_run_cell", self.preload)
         self.session.warm_up()
 
@@ -96,7 +96,8 @@ class Extension:
         """IPython's transformation without ours, for the text that ranks will run."""
         self._is_transforming = False
         try:
-            return self.shell.transform_cell(source)
+            transformed: str = self.shell.transform_cell(source)
+            return transformed
         finally:
             self._is_transforming = True
 
@@ -110,7 +111,7 @@ class Extension:
         except TaasError as error:
             if not hasattr(error, "_render_traceback_"):
                 text = f"{type(error).__name__}: {error}"
-                error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
+                error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
             raise
 
     def preload(self, *_: Any) -> None:
@@ -157,7 +158,7 @@ class _RestOfCell:
 
     def install(self) -> None:
         shell = self._extension.shell
-        self._run_code = shell.run_code
+        self._run_code: Any = shell.run_code
         # The statement that loads us is running inside run_code; what comes next goes through the replacement.
         shell.run_code = self.run_code  # type: ignore[method-assign]
         shell.events.register("post_run_cell", self.restore)

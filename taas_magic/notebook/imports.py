@@ -9,7 +9,18 @@ from typing import Any
 
 #: What a kernel imports for itself; ranks have no use for it.
 _KERNEL_PACKAGES = frozenset(
-    {"IPython", "ipykernel", "jupyter_client", "jupyter_core", "traitlets", "zmq", "tornado", "debugpy", "taas", "taas_magic"}
+    [
+        "IPython",
+        "ipykernel",
+        "jupyter_client",
+        "jupyter_core",
+        "traitlets",
+        "zmq",
+        "tornado",
+        "debugpy",
+        "taas",
+        "taas_magic",
+    ]
 )
 
 
@@ -18,7 +29,7 @@ def installed_modules(namespace: Mapping[str, Any]) -> list[str]:
 
     The project's own modules are not among them: they may be edited between two cells.
     """
-    names = set()
+    names: set[Any] = set()
     for value in list(namespace.values()):
         if isinstance(value, types.ModuleType):
             names.add(value.__name__)

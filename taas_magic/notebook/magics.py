@@ -1,4 +1,4 @@
-"""``%taas``: what the runner is doing, what ranks wrote, starting afresh; and ``%%taas``, the pragma as a cell magic."""
+"""``%taas``: what the runner does, what ranks wrote, starting afresh; and ``%%taas``, the pragma as a cell magic."""
 
 from __future__ import annotations
 

@@ -6,10 +6,12 @@ import base64
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 from IPython.core.interactiveshell import InteractiveShell
+
+from taas_magic.notebook.lines import LineOrder, Text
 
 #: How many flushes may come in a row, and how many a second on average.
 _FLUSH_BURST, _FLUSHES_PER_S = 100.0, 50.0
@@ -26,13 +28,28 @@ class NotebookView:
         #: (rank, stream) that wrote last, and whether it left its line unfinished.
         self._last: tuple[int, str] = (0, "stdout")
         self._is_mid_line = False
+        self._order = LineOrder()
         self._starts_line: dict[tuple[int, str], bool] = {}
         self._flushes_left, self._counted_at = _FLUSH_BURST, time.monotonic()
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """See the protocol."""
-        if not text:
-            return
+        if text:
+            self._write_all(self._order.put(Text(rank, stream, text), time.monotonic()))
+
+    def tick(self) -> None:
+        """See the protocol."""
+        self._write_all(self._order.tick(time.monotonic()))
+
+    def finish(self) -> None:
+        """See the protocol."""
+        self._write_all(self._order.end())
+
+    def _write_all(self, texts: Iterable[Text]) -> None:
+        for piece in texts:
+            self._write_now(piece.rank, piece.stream, piece.text)
+
+    def _write_now(self, rank: int, stream: str, text: str) -> None:
         target, last_target = _stream(stream), _stream(self._last[1])
         if rank != self._last[0] and self._is_mid_line:
             # Otherwise two ranks would share a line, and a progress bar would be continued by somebody else.
@@ -74,6 +91,7 @@ class NotebookView:
 
     def display(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         """See the protocol."""
+        self.finish()
         if kind == "clear":
             self._shell.display_pub.clear_output(wait=content["wait"])
         elif kind == "comm":
@@ -82,7 +100,7 @@ class NotebookView:
             self._show_result(content["data"], content["metadata"])
         else:
             if rank != 0:
-                self.write(rank, "stdout", f"shows a {_kind_of(content['data'])}:\n")
+                self._write_now(rank, "stdout", f"shows a {_kind_of(content['data'])}:\n")
             self._shell.display_pub.publish(
                 data=content["data"],
                 metadata=content["metadata"],
@@ -120,8 +138,9 @@ class NotebookView:
 
     def notice(self, text: str) -> None:
         """See the protocol."""
-        lines = "\n".join(f"taas: {line}" if index == 0 else f"      {line}" for index, line in enumerate(text.splitlines()))
-        self.write(0, "stderr", ("\n" if self._is_mid_line else "") + lines + "\n")
+        lines = "taas: " + "\n      ".join(text.splitlines())
+        self.finish()
+        self._write_now(0, "stderr", ("\n" if self._is_mid_line else "") + lines + "\n")
 
     def ask(self, prompt: str, *, password: bool) -> str | None:
         """See the protocol."""
@@ -135,7 +154,7 @@ class NotebookView:
             ask = getpass.getpass if password else input
         try:
             return ask(prompt)
-        except Exception:
+        except Exception:  # noqa: BLE001 - a front end must not end a run
             return None
 
 

@@ -1,8 +1,8 @@
 """The agent of a run on a machine: torch elastic, with ranks that are forked from the run zygote.
 
-Torch elastic assigns ranks, sets the environment that every torchrun script knows, watches the workers and restarts them. What is
-ours is how a worker is started (a fork instead of an interpreter: milliseconds instead of seconds), and who decides about
-membership: a generation's members are fixed, so the rendezvous has nothing to negotiate.
+Torch elastic assigns ranks, sets the environment that every torchrun script knows, watches the workers and restarts
+them. What is ours is how a worker is started (a fork instead of an interpreter: milliseconds instead of seconds), and
+who decides about membership: a generation's members are fixed, so the rendezvous has nothing to negotiate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def run_agent(task: RunTask, sock: socket.socket) -> None:
 class FixedMembership(RendezvousHandler):
     """A rendezvous whose members are known: this machine. It hosts the store that the ranks meet at.
 
-    The store listens on a port that the system chose and that stays bound from then on, so nobody can take it in between.
+    The store listens on a port that the system chose and that stays bound from then on, so nobody can take it in
+    between.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -62,31 +63,39 @@ class FixedMembership(RendezvousHandler):
         self._store: dist.TCPStore | None = None
 
     def get_backend(self) -> str:
+        """See the base class."""
         return "taas"
 
     @property
     def use_agent_store(self) -> bool:
+        """See the base class."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """See the base class."""
         if self._store is None:
             self._store = _listening_store()
         store = dist.PrefixStore(f"{self._run_id}/", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._store.port))
 
     def is_closed(self) -> bool:
+        """See the base class."""
         return self._closed
 
     def set_closed(self) -> None:
+        """See the base class."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
+        """See the base class."""
         return 0
 
     def get_run_id(self) -> str:
+        """See the base class."""
         return self._run_id
 
     def shutdown(self) -> bool:
+        """See the base class."""
         self._closed = True
         return True
 

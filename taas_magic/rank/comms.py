@@ -13,8 +13,10 @@ from typing import Any
 import comm
 from comm.base_comm import BaseComm
 
+from taas_magic.wire import DisplayKind
+
 #: Sends a message to the runner: kind ("comm") and JSON content.
-Send = Callable[[str, bytes], None]
+Send = Callable[[DisplayKind, bytes], None]
 
 
 def install(send: Send) -> None:

@@ -22,7 +22,6 @@ from taas_magic.wire import (
     HomeFailed,
     InputLine,
     Message,
-    PackAgain,
     RankHome,
     RankInput,
     Rescue,
@@ -50,6 +49,7 @@ class Control:
         self.cell_is_over = False
 
     def start(self) -> None:
+        """Start the thread that obeys the runner."""
         threading.Thread(target=self._obey, name="taas-control", daemon=True).start()
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
@@ -105,7 +105,7 @@ class Control:
                 return
             try:
                 self._carry_out(message)
-            except Exception:
+            except Exception:  # noqa: BLE001 - said, and obeyed on
                 traceback.print_exc()
 
     def _carry_out(self, message: ToRank) -> None:
@@ -122,15 +122,15 @@ class Control:
                 self.send(HomeFailed("the notebook's names had not been loaded yet"))
             else:
                 self.home.pack_once()
-        elif isinstance(message, PackAgain) and self.home is not None:
+        elif self.home is not None:  # PackAgain
             self.home.pack(message.exclude)
 
 
 def abort_collectives(*, close_connections: bool) -> None:
     """Break off the collective in which the main thread waits.
 
-    NCCL's communicators can be aborted. Gloo's cannot (in torch 2.13 ``abort`` returns and the wait goes on), but it gives up
-    when a connection ends, and so do the peers.
+    NCCL's communicators can be aborted. Gloo's cannot (in torch 2.13 ``abort`` returns and the wait goes on), but it
+    gives up when a connection ends, and so do the peers.
     """
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is not None and distributed.is_initialized():
@@ -147,9 +147,9 @@ _aborted_groups: list[Any] = []
 
 
 def _shut_connections() -> None:
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         with contextlib.suppress(OSError, ValueError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115 - what it says is no path
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
@@ -184,7 +184,7 @@ class Homebringer:
     def _pack(self, exclude: list[str] | tuple[str, ...]) -> None:
         try:
             packed = self._tracker.pack_changes({**self._extra(), "random": capture_random()}, exclude)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - said, and obeyed on
             self._control.send(HomeFailed(f"{type(error).__name__}: {error}"))
             return
         not_home = [(item.path, item.reason) for item in packed.not_home]

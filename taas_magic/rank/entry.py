@@ -98,7 +98,7 @@ class _Rank:
             error = self._run_cell(control)
             # From here on an interrupt has nothing to interrupt; it could only keep the cell's work from coming home.
             control.cell_is_over = True
-        except BaseException as failure:
+        except BaseException as failure:  # noqa: BLE001 - whatever it was, it is reported
             control.cell_is_over = True
             # Loading failed, or an interrupt came between: nothing of the cell has run.
             error = failure
@@ -131,7 +131,7 @@ class _Rank:
         self._num_threads = threads
 
     def _guard_writes(self) -> None:
-        """Take the right to write in the project, while this process still has one thread (Landlock works by thread)."""
+        """Take the right to write in the project while this process has one thread: Landlock works by thread."""
         if self._spawn.rank == 0 or self._task.writes == "all":
             return
         is_enforced = self._given.ruleset_fd >= 0
@@ -190,9 +190,7 @@ class _Rank:
     def _left_out(self) -> list[LeftOut]:
         if self._guard is None:
             return []
-        return [
-            LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()
-        ]
+        return [LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()]
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):

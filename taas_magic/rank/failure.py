@@ -33,13 +33,14 @@ def report_failure(
             BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), note])
     try:
         lines = structured(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - formatting runs the user's code too
         lines = traceback.format_exception(error)
     kind = type(error)
+    is_plain = kind.__module__ in ("builtins", "__main__")
     return FailureReport(
         rank=rank,
         at_s=at,
-        type_name=kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}",
+        type_name=kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}",
         message=_message(error),
         traceback=lines,
         plain_traceback="".join(traceback.format_exception(error)),
@@ -63,14 +64,14 @@ def _drop_signal_handler(error: BaseException) -> None:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the user's code
         return f"<{type(error).__name__} whose text could not be made>"
 
 
 def _quietly(explain: Explain, error: BaseException) -> str | None:
     try:
         return explain(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - a hint must not hide the error
         return None
 
 
@@ -79,7 +80,7 @@ def _pickle_exception(error: BaseException) -> bytes:
     stream = io.BytesIO()
     try:
         _pickler(stream).dump(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - a pickle runs the user's code
         return b""
     return stream.getvalue() if stream.tell() < _MAX_PICKLE_BYTES else b""
 
@@ -108,11 +109,7 @@ def _pickler(stream: io.BytesIO) -> Any:
 def _has_constructor_of_its_own(kind: type[BaseException]) -> bool:
     """Whether pickle would call a constructor written in Python with ``args``, which it need not take."""
     is_default = kind.__reduce__ is BaseException.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
-    return is_default and (isinstance(kind.__init__, types.FunctionType) or "__setattr__" in _names_in_python(kind))
-
-
-def _names_in_python(kind: type) -> set[str]:
-    return {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, types.FunctionType)}
+    return is_default and any(isinstance(each, types.FunctionType) for each in (kind.__init__, kind.__setattr__))
 
 
 def _is_in_main(obj: Any) -> bool:
@@ -137,7 +134,7 @@ def missing_name_hint(other_names: Iterable[str], left_out: Mapping[str, str]) -
         if name not in names:
             return None
         return (
-            f"`{name}` is in the notebook, but the cell's text does not show that the cell uses it, so it was not sent\n"
+            f"`{name}` is in the notebook, but the cell's text does not show that it is used, so it was not sent\n"
             f"to do: add `--with {name}` to the pragma, or name `{name}` in the cell"
         )
 

@@ -25,7 +25,7 @@ Source: https://docs.kernel.org/userspace-api/landlock.html
 """
 
 # Tens of thousands of paths may be handled here, as the strings that the kernel knows.
-# ruff: noqa: PTH112, PTH118, PTH121, PTH123, PTH208
+# ruff: noqa: PTH112, PTH118, PTH121, PTH208
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Lets a rank leave its process group and enter a new one, as often as it likes.
 
-The ranks of a run meet at one store, the agent's. Torch writes the addresses of a group under the same keys every time, so a
-second ``init_process_group`` would read those of the first group, which are dead: it hangs, or is refused a connection
-(torch 2.13; torchrun has the same trouble, and so have Lightning's and Accelerate's second run in one process). Here
-every meeting has a part of the store for itself.
+The ranks of a run meet at one store, the agent's. Torch writes the addresses of a group under the same keys every time,
+so a second ``init_process_group`` would read those of the first group, which are dead: it hangs, or is refused a
+connection (torch 2.13; torchrun has the same trouble, and so have Lightning's and Accelerate's second run in one
+process). Here every meeting has a part of the store for itself.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def redirect(stdout_fd: int, stderr_fd: int) -> None:
         os.dup2(source, target)
         os.close(source)
     last: list[int] = [1]
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - lives as long as the process
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout = _stream(1, last)
     sys.stderr = _stream(2, last)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
@@ -36,8 +36,8 @@ def _stream(fd: int, last: list[int]) -> io.TextIOWrapper:
 class _OrderedWriter(io.RawIOBase):
     """Writes to one of two pipes, after what was written to the other one has been taken out.
 
-    The runner reads two pipes and could not tell in which order a program wrote to them. So whoever changes from one to the
-    other waits, for a moment at most, until the runner has caught up.
+    The runner reads two pipes and could not tell in which order a program wrote to them. So whoever changes from one to
+    the other waits, for a moment at most, until the runner has caught up.
     """
 
     def __init__(self, fd: int, last: list[int]) -> None:

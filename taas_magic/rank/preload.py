@@ -46,7 +46,7 @@ def serve_preloaded(
 def _import(name: str) -> None:
     try:
         importlib.import_module(name)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - said where it matters
         # The ranks will meet the same error where the user sees it, if they import it at all.
         traceback.print_exc()
 

@@ -17,7 +17,7 @@ _KILL_DEADLINE_S = 3.0
 
 def count_threads() -> int:
     """Threads of this process, including those that Python does not know."""
-    return len(os.listdir("/proc/self/task"))
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - the names are all that is wanted
 
 
 def become_subreaper() -> None:
@@ -26,7 +26,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have this process killed when its parent's thread that forked it ends; ends at once if that has happened already."""
+    """Have this process killed when its parent's forking thread ends; ends at once if that has happened already."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -41,7 +41,7 @@ def children_of(pid: int) -> list[int]:
     """Pids of the direct children of a process; empty once it has gone."""
     children: list[int] = []
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - the names are all that is wanted
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
                 children += map(int, file.read().split())
     return children
@@ -79,6 +79,7 @@ class ChildWatch:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def fileno(self) -> int:
+        """What to poll."""
         return self._reader
 
     def clear(self) -> None:
@@ -97,7 +98,7 @@ class ChildWatch:
 
 def reap() -> list[tuple[int, int]]:
     """Collect the children that have ended: (pid, exit code as ``subprocess`` has it)."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -1,7 +1,7 @@
 """Which paths are the project's, and what to say when a rank was refused a write there."""
 
 # An audit hook resolves paths here at every open, and they may be bytes.
-# ruff: noqa: PTH109, PTH118, PTH120
+# ruff: noqa: PTH118, PTH120
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The run zygote: parent of one run's agent and ranks, subreaper of everything they start.
 
-It has one thread and only waits: for orders of the runner (signals, the end), for orders of the agent (fork a rank), and for children
-that end. When the runner goes, so does all that descends from here.
+It has one thread and only waits: for orders of the runner (signals, the end), for orders of the agent (fork a rank),
+and for children that end. When the runner goes, so does all that descends from here.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _RunZygote:
             processes.die_with_parent(parent)
             body()  # type: ignore[operator]
             status = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the process ends here
             import traceback
 
             traceback.print_exc()

@@ -1,7 +1,8 @@
 """The IPython shell in which a rank runs the cell: magics, ``await``, ``display`` and figures work as in a kernel.
 
-It is made once, in the zygote, and inherited by every rank. Its namespace is ``__main__``. It never marks the interpreter as
-interactive (``sys.ps1``): Lightning and others refuse to train in interactive processes, which ranks are not.
+It is made once, in the zygote, and inherited by every rank. Its namespace is ``__main__``. It never marks the
+interpreter as interactive (``sys.ps1``): Lightning and others refuse to train in interactive processes, which ranks are
+not.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from taas_magic.wire import DisplayKind
+
 #: Sends something to display to the runner: kind ("display", "update", "clear", "result") and JSON content.
-SendDisplay = Callable[[str, bytes], None]
+SendDisplay = Callable[[DisplayKind, bytes], None]
 #: Asks the user for a line: prompt, whether it is a password.
 AskUser = Callable[[str, bool], str]
 
@@ -29,10 +32,12 @@ AskUser = Callable[[str, bool], str]
 class RankShell(InteractiveShell):
     """An interactive shell without a terminal, a history or a front end of its own."""
 
-    display_pub_class = Type("taas_magic.rank.shell.RankDisplayPublisher")
-    displayhook_class = Type("taas_magic.rank.shell.RankDisplayHook")
+    display_pub_class = Type("taas_magic.rank.shell.RankDisplayPublisher")  # type: ignore[assignment]
+    displayhook_class = Type("taas_magic.rank.shell.RankDisplayHook")  # type: ignore[assignment]
 
     send_display: SendDisplay
+    #: What is being run; the display hook looks whether it ends with a semicolon.
+    current_source: str
     ask_user: AskUser
 
     def init_prompts(self) -> None:
@@ -40,7 +45,7 @@ class RankShell(InteractiveShell):
 
     def init_history(self) -> None:
         """Keep no history, and so start no thread that saves one."""
-        super().init_history()
+        super().init_history()  # type: ignore[no-untyped-call, unused-ignore]
         self.history_manager.enabled = False  # type: ignore[union-attr]
 
     def init_io(self) -> None:
@@ -55,14 +60,15 @@ class RankShell(InteractiveShell):
     def run_source(self, source: str, execution_count: int) -> ExecutionResult:
         """Run a cell; tracebacks call it by the number it has in the notebook."""
         self.execution_count = execution_count
-        return self.run_cell(source, store_history=False, silent=False)
+        result: ExecutionResult = self.run_cell(source, store_history=False, silent=False)  # type: ignore[no-untyped-call, unused-ignore]
+        return result
 
     def structured_traceback(self, error: BaseException) -> list[str]:
         """Format an exception as a notebook shows it, starting in the cell's own code."""
         tb_offset = 0 if isinstance(error, SyntaxError) else 1
         kind = type(error)
         if isinstance(error, SyntaxError):
-            lines: list[str] = self.SyntaxTB.structured_traceback(kind, error, [])
+            lines: list[str] = self.SyntaxTB.structured_traceback(kind, error, [])  # type: ignore[arg-type, unused-ignore]
         else:
             lines = self.InteractiveTB.structured_traceback(kind, error, error.__traceback__, tb_offset=tb_offset)
         return lines
@@ -89,7 +95,9 @@ class RankDisplayHook(DisplayHook):
 
     def quiet(self) -> bool:
         """Whether the cell ended with a semicolon; the base class would look in the history."""
-        return self.semicolon_at_end_of_expression(self.shell.current_source)
+        shell: Any = self.shell
+        ends: bool = self.semicolon_at_end_of_expression(shell.current_source)  # type: ignore[no-untyped-call, unused-ignore]
+        return ends
 
     def __call__(self, result: Any = None) -> None:
         """Take the value of the last expression."""
@@ -98,12 +106,12 @@ class RankDisplayHook(DisplayHook):
         self.result, self.has_result = result, True
         if self.quiet():
             return
-        data, metadata = self.compute_format_data(result)
+        data, metadata = self.compute_format_data(result)  # type: ignore[no-untyped-call, unused-ignore]
         if data:
             _send(self.shell, "result", {"data": data, "metadata": metadata})
 
 
-def _send(shell: Any, kind: str, content: dict[str, Any]) -> None:
+def _send(shell: Any, kind: DisplayKind, content: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -2,9 +2,9 @@
 
 Started by the runner as ``python -m taas_magic.rank.zygote FD``, where FD is its end of a socket pair.
 
-Forking is only safe from a process with one thread: a lock that another thread holds at the fork stays locked in the child
-for ever. OpenBLAS starts threads at import unless told not to (the runner sets ``OPENBLAS_NUM_THREADS``); whatever else
-does is refused at start, so that it is noticed here and not in a hung rank.
+Forking is only safe from a process with one thread: a lock that another thread holds at the fork stays locked in the
+child for ever. OpenBLAS starts threads at import unless told not to (the runner sets ``OPENBLAS_NUM_THREADS``);
+whatever else does is refused at start, so that it is noticed here and not in a hung rank.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from taas_magic.wire import (
 
 
 def main() -> None:
+    """Entry of ``python -m taas_magic.rank.zygote FD``."""
     started = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("taas: zygote")
@@ -63,10 +64,10 @@ def _import_what_ranks_use() -> None:
     import getpass  # noqa: F401
 
     import numpy.random  # noqa: F401
-    import torch  # noqa: F401 - imported here so that no rank has to
-    import torch.distributed  # noqa: F401
-    import torch.nn.parallel  # noqa: F401
-    import torch.optim.lr_scheduler  # noqa: F401
+    import torch  # imported here so that no rank has to
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.optim.lr_scheduler
     import torch.utils.data  # noqa: F401
 
     import taas  # noqa: F401
@@ -79,7 +80,7 @@ def _import_what_ranks_use() -> None:
     # What imports registered for the end of this process is not for the ranks to run, eight times; but they have
     # to end their own child processes.
     atexit._clear()
-    atexit.register(multiprocessing.util._exit_function)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 
 
 def _count_gpus() -> int:

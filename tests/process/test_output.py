@@ -84,7 +84,6 @@ def test_other_ranks_are_kept_and_shown_on_demand(notebook: Notebook) -> None:
     assert "of 0" not in only_1
 
 
-@pytest.mark.xfail(reason="a print of several parts is several writes, and another rank's may come between")
 def test_lines_of_ranks_that_write_at_the_same_time_stay_whole(notebook: Notebook) -> None:
     cell = ranks(notebook, "import taas\nfor i in range(500): print(taas.rank(), 'says', i)", flags="--show all").ok()
     assert sorted(cell.stdout.splitlines()) == sorted(
