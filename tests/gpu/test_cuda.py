@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.process.kernel import Notebook
+from process.kernel import Notebook
 
 
 def _num_gpus() -> int:
@@ -71,7 +71,9 @@ def test_cuda_tensors_travel_and_are_changed_in_place(notebook: Notebook) -> Non
 
 
 def test_a_model_that_the_cell_moved_comes_home_trained(notebook: Notebook) -> None:
-    notebook.run("model = torch.nn.Linear(2, 1)\nopt = torch.optim.Adam(model.parameters())\nbefore = model.weight.clone()")
+    notebook.run(
+        "model = torch.nn.Linear(2, 1)\nopt = torch.optim.Adam(model.parameters())\nbefore = model.weight.clone()"
+    )
     result = notebook.run(
         """#pragma taas --gpus 1
 import taas

@@ -1,4 +1,4 @@
-"""The table of ways to die: what ends a rank × when × which rank, and what the notebook then says and has."""
+"""The table of ways to die: what ends a rank, when and which, and what the notebook then says and has."""
 
 from __future__ import annotations
 

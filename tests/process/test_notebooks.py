@@ -81,7 +81,7 @@ def environment(private: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["quickstart.ipynb", "lightning.ipynb"])
 def test_no_output_has_a_path_of_who_ran_it(name: str) -> None:
     text = (NOTEBOOKS / name).read_text()
-    assert not re.findall(r"(?:/home/|/root/|/usr/|/tmp/|site-packages)\S*", text)
+    assert not re.findall(r"(?:/(?:home|root|usr|tmp)/|site-packages)\S*", text)
 
 
 def test_quickstart_trains_a_classifier(tmp_path: Path) -> None:

@@ -239,8 +239,9 @@ def test_half_a_handshake_disturbs_nothing(run: None, stranger: Stranger, direct
 
 def test_processes_say_what_they_are(run: None, notebook: Notebook) -> None:
     runner = only(titled(notebook.pid, "taas: runner"))
+    expected = {"taas: runner", "taas: zygote", "taas: agent", "taas: rank 0", "taas: rank 1"}
+    await_condition(lambda: expected <= {title(pid) for pid in below(notebook.pid)}, "the titles of all processes")
     titles = {title(pid) for pid in below(notebook.pid)}
-    assert {"taas: runner", "taas: zygote", "taas: agent", "taas: rank 0", "taas: rank 1"} <= titles
     assert len(titled(runner, "taas: run ")) == 1
     assert all(each.startswith("taas: ") for each in titles), titles
     names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(notebook.pid)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 from hypothesis import given
@@ -60,5 +61,5 @@ def test_nothing_is_lost_doubled_or_reordered_within_a_rank(writes: list[tuple[i
 def test_without_delays_no_line_is_shared(writes: list[tuple[int, str]]) -> None:
     order = LineOrder()
     out = [piece for rank, text in writes for piece in order.put(Text(rank, "stdout", text), 0.0)]
-    for before, after in zip(out, out[1:], strict=False):
+    for before, after in itertools.pairwise(out):
         assert before.rank == after.rank or before.text.endswith("\n")
