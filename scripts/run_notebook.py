@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -140,6 +141,15 @@ def as_text(data: dict[str, Any]) -> str:
     return str(data.get("text/plain") or f"[{', '.join(data)}]")
 
 
+def _count_gpus() -> int:
+    """GPUs of this machine, as its driver lists them; 0 where there is no driver."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the notebook that the arguments name; 0 if every cell succeeded."""
     parser = argparse.ArgumentParser(description="Run a notebook in the terminal.")
@@ -152,6 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     screen = Screen(sys.stdout)
+    if _count_gpus() == 1:
+        screen.line("this machine has one GPU and the notebook wants two ranks: they rehearse on CPU", style="2")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     started = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="nb-") as scratch:

@@ -248,6 +248,13 @@ class RunStarted(Message, frozen=True):
     pids: list[int]
 
 
+class Notice(Message, frozen=True):
+    """Something that the user should know of the place where the run is."""
+
+    run_id: str
+    text: str
+
+
 class Output(Message, frozen=True):
     """A piece of what a rank wrote."""
 
@@ -332,7 +339,18 @@ class Status(Message, frozen=True):
 
 
 ToKernel = (
-    Welcome | Denied | Ready | RunStarted | Output | Display | InputRequest | HomeArrived | RunEnded | LogPiece | Status
+    Welcome
+    | Denied
+    | Ready
+    | RunStarted
+    | Notice
+    | Output
+    | Display
+    | InputRequest
+    | HomeArrived
+    | RunEnded
+    | LogPiece
+    | Status
 )
 
 # -- runner and zygotes ----------------------------------------------------------------------------------------------
@@ -420,12 +438,18 @@ class AgentExited(Message, frozen=True):
     exit_code: int
 
 
+class RunNotice(Message, frozen=True):
+    """Run zygote to runner: something that the user should know of the place where the run is."""
+
+    text: str
+
+
 class RunOver(Message, frozen=True):
     """Run zygote to runner: no process of the run is left."""
 
 
 FromZygote = Warm | Preloaded | PreloadRefused
-FromRunZygote = RankForked | RankExited | AgentExited | RunOver
+FromRunZygote = RankForked | RankExited | AgentExited | RunNotice | RunOver
 
 
 class Spawn(Message, frozen=True):

@@ -29,14 +29,16 @@ from taas_magic.wire import (
     InputRequest,
     Interrupt,
     MemoryFile,
+    Notice,
     Output,
     OutputTaken,
     RunEnded,
-    RunStarted,
     Submit,
 )
 
 _POLL_S = 0.1
+#: Records that are no names of the notebook, as people call them.
+_WORDS = {"result": "the value of the last line", "random": "the random states"}
 _UNANSWERED_KILL_S = 3.0
 _MAX_HOME_ATTEMPTS = 50
 
@@ -190,8 +192,8 @@ class ActiveRun:
             self._bring_home(message)
         elif isinstance(message, RunEnded):
             self._finish(message)
-        elif isinstance(message, RunStarted):
-            pass
+        elif isinstance(message, Notice):
+            self._show(lambda: self._view.notice(message.text))
 
     def _show(self, show: Callable[[], None]) -> None:
         """Show something; that a front end cannot is no reason to give up what the ranks have worked for."""
@@ -241,4 +243,5 @@ class ActiveRun:
         for label, reason in self._refused:
             kind, _, name = label.partition(" ")
             outcome.not_home.append((name if kind == "bind" else label or reason, reason))
+        outcome.not_home = [(_WORDS.get(path, path), reason) for path, reason in outcome.not_home]
         self._outcome = outcome

@@ -17,7 +17,8 @@ from pathlib import Path
 import setproctitle
 
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.rank import processes
+from taas_magic.rank import landlock, processes
+from taas_magic.rank.writes import default_writable, degraded_notice
 from taas_magic.wire import (
     AgentExited,
     CellTask,
@@ -27,6 +28,7 @@ from taas_magic.wire import (
     RankDescriptors,
     RankExited,
     RankForked,
+    RunNotice,
     RunOver,
     RunTask,
     SignalRanks,
@@ -109,7 +111,16 @@ class _RunZygote:
         self._selector.register(self.agent.fileno(), selectors.EVENT_READ, self._hear_agent)
         # Built while the agent starts: the rules are the same for all ranks, which inherit the descriptor.
         self.writable = _writable(task.task)
-        self.ruleset_fd = _build_ruleset(task.task, self.writable)
+        self._guard_project(task.task)
+
+    def _guard_project(self, task: CellTask) -> None:
+        """Prepare what keeps ranks other than 0 from writing in the project."""
+        if task.writes == "all" or task.num_ranks == 1:
+            return
+        if landlock.abi_version() == 0:
+            self.runner.send(RunNotice(degraded_notice()))
+            return
+        self.ruleset_fd = landlock.build_ruleset(Path(task.project), self.writable)
 
     def _run_agent(self, task: RunTask, sock: socket.socket) -> None:
         from taas_magic.rank.agent import run_agent
@@ -193,17 +204,6 @@ class _RunZygote:
 
 def _writable(task: CellTask) -> list[Path]:
     """What every rank may write, wherever the project is."""
-    from taas_magic.rank.writes import default_writable
-
     environment = {**task.environment, "TMPDIR": task.run_dir}
     home = Path(environment.get("HOME") or Path.home())
     return [*default_writable(environment, home), *map(Path, task.writable), Path(task.run_dir)]
-
-
-def _build_ruleset(task: CellTask, writable: list[Path]) -> int:
-    """The Landlock rules of the ranks that may not write in the project; -1 where there are none to enforce."""
-    from taas_magic.rank import landlock
-
-    if task.writes == "all" or task.num_ranks == 1 or landlock.abi_version() == 0:
-        return -1
-    return landlock.build_ruleset(Path(task.project), writable)

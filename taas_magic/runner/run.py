@@ -49,6 +49,7 @@ from taas_magic.wire import (
     Interrupt,
     MemoryFile,
     Message,
+    Notice,
     Output,
     OutputTaken,
     PackAgain,
@@ -59,6 +60,7 @@ from taas_magic.wire import (
     RankInput,
     Rescue,
     RunEnded,
+    RunNotice,
     RunOver,
     RunStarted,
     SignalRanks,
@@ -194,6 +196,8 @@ class Run:
                     self._rank_exited(message)
                 elif isinstance(message, AgentExited):
                     self._do(self.state.agent_exited(message.exit_code, time.monotonic()))
+                elif isinstance(message, RunNotice):
+                    self._send(Notice(self.id, message.text))
                 elif isinstance(message, RunOver):
                     self._finish()
         except (ChannelClosedError, msgspec.MsgspecError):

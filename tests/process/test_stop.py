@@ -176,9 +176,9 @@ def test_a_third_interrupt_kills(notebook: Notebook) -> None:
     notebook.directory.joinpath("taas.toml").write_text("[stop]\ngrace_s = 60\n")
     notebook.run("epoch = 0").ok()
     ignoring = SWALLOWS.replace("pass", "print('ignored', flush=True)").replace("\n", "\n    ")
-    body = f"if taas.rank() == 0:\n    sum(range(10**13))\nelse:\n    print('at it', flush=True){ignoring}"
+    body = f"if taas.rank() == 0:\n    print('stuck', flush=True); sum(range(10**13))\nelse:\n    print('at it', flush=True){ignoring}"
     run = start_run(notebook, body, flags="--show all", ready="[rank 1] at it")
-    notebook.wait_for_output("trained\n")
+    notebook.wait_for_output("stuck")
     notebook.interrupt()
     notebook.wait_for_output("ignored")
     notebook.interrupt()

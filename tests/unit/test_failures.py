@@ -212,7 +212,7 @@ def test_ipython_shows_the_ranks_traceback_and_none_of_our_frames(capsys: pytest
     try:
         raise failed(ValueError("boo"))
     except ValueError:
-        shell.showtraceback(sys.exc_info())
+        shell.showtraceback(sys.exc_info())  # type: ignore[arg-type]  # IPython's hint forbids what it documents
     shown = capsys.readouterr().out
     assert "[rank 1] of 4 failed" in shown
     assert "Cell In[3], line 7" in shown

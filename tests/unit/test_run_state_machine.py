@@ -277,13 +277,13 @@ class World(RuleBasedStateMachine):
         while not self.num_concluded:
             if self.kernel_holds_home:
                 self.answer_of_the_kernel(takes=True)
+                continue
             if any(signal.SIGKILL in self.signals[rank] for rank in self.alive()):
                 self.end_who_was_killed()
                 continue
             due = self.state.next_deadline(self.now)
-            assert self.num_concluded or due is not None, f"nothing will ever happen: {self.state}"
-            if due is not None:
-                self.advance(self.now + due)
+            assert due is not None, f"nothing will ever happen: {self.state}"
+            self.advance(self.now + due)
             self.state.check()
         longest = interrupt_times(self.state.grace_s).kill_s + HOME_PATIENCE_S + EXIT_PATIENCE_S
         assert self.now - started <= longest + 1

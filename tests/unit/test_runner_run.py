@@ -87,7 +87,8 @@ class Other:
             os.set_blocking(reader, False)
             readers.append(reader)
             self.writers.append(writer)
-        return RankLink(rank, *readers, Channel(ours, FromRank))
+        stdout_fd, stderr_fd = readers
+        return RankLink(rank, stdout_fd, stderr_fd, Channel(ours, FromRank))
 
     def turn(self) -> None:
         """One turn of the runner's loop."""
