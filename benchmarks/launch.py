@@ -38,8 +38,8 @@ def main() -> None:
     # An exception, so that the notebook and the ranks of the moment are ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     versions = _versions(arguments)
-    results = _measure(arguments, versions)
-    text = _document(arguments, results, versions)
+    results, rounds = _measure(arguments, versions)
+    text = _document(arguments, results, rounds, versions)
     print(text)
     for path in arguments.output:
         _write(path, text)
@@ -57,21 +57,28 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(arguments: argparse.Namespace, versions: dict[str, str | None]) -> report.Results:
-    """Visit everyone in turn; an interrupt ends that, and what was measured until then counts."""
+def _measure(arguments: argparse.Namespace, versions: dict[str, str | None]) -> tuple[report.Results, str]:
+    """Visit everyone in turn; an interrupt ends that, and what was measured until then counts.
+
+    Returns:
+        The samples, and how many rounds they are of.
+    """
     chosen = [contestant for contestant in CONTESTANTS if contestant.key in arguments.only]
     results: report.Results = {(each.key, ranks): Samples() for each in chosen for ranks in arguments.ranks}
     for (key, _), samples in results.items():
         needs = next(contestant.needs for contestant in chosen if contestant.key == key)
         if versions[needs] is None:
             samples.note("all", f"{needs} is not installed for the interpreter of --peers-python")
+    rounds = "no round"
     with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="taas-bench-") as directory:
         bench = Bench(sys.executable, arguments.peers_python, Path(directory), arguments.launches)
         for number in range(arguments.rounds):
+            rounds = f"{number} interleaved rounds and a part of another, which was interrupted"
             for contestant in chosen:
                 for ranks in arguments.ranks:
                     _visit(bench, contestant, ranks, results, f"round {number + 1} of {arguments.rounds}")
-    return results
+        rounds = f"{arguments.rounds} interleaved rounds"
+    return results, rounds
 
 
 def _visit(bench: Bench, contestant: Contestant, ranks: int, results: report.Results, what: str) -> None:
@@ -90,7 +97,9 @@ def _versions(arguments: argparse.Namespace) -> dict[str, str | None]:
     return versions
 
 
-def _document(arguments: argparse.Namespace, results: report.Results, versions: dict[str, str | None]) -> str:
+def _document(
+    arguments: argparse.Namespace, results: report.Results, rounds: str, versions: dict[str, str | None]
+) -> str:
     installed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if version is not None)
     options = f"--rounds {arguments.rounds} --launches {arguments.launches}"
     options += f" --ranks {' '.join(map(str, arguments.ranks))}"
@@ -99,8 +108,8 @@ def _document(arguments: argparse.Namespace, results: report.Results, versions: 
     if arguments.peers_python != sys.executable:
         options += " --peers-python PEERS"
     return f"""\
-Seconds, as median (least to most) of one run: {arguments.rounds} interleaved rounds, {arguments.launches} launches a
-round of those that warm up, 1 of the others. Ranks on CPU, gloo.
+Seconds, as median (least to most) of one run: {rounds}; {arguments.launches} launches a round of those
+that warm up, 1 of the others. Ranks on CPU, gloo.
 
 {report.tables(results)}
 Targets:

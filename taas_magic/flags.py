@@ -237,6 +237,13 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "env_file",
     ),
     Flag(
+        "--rank-results",
+        "",
+        lambda _: True,
+        "The cell's value is a list: what the last expression gave on every rank, in order.",
+        "rank_results",
+    ),
+    Flag(
         "--dry-run",
         "",
         lambda _: True,

@@ -95,6 +95,8 @@ class Pragma:
     timeout_s: float | None = None
     #: Path of a file with environment variables, as it was typed.
     env_file: str | None = None
+    #: The cell's value is the list of all ranks' values.
+    rank_results: bool = False
     #: Only list what would travel.
     dry_run: bool = False
 

@@ -79,6 +79,8 @@ class CellTask(msgspec.Struct, frozen=True):
     traceback_mode: str = "Context"
     #: No GPU here: answer NCCL with gloo.
     rehearse: bool = False
+    #: Every rank sends the value of its last expression.
+    rank_results: bool = False
     #: A directory that lives as long as the run, made by the runner; ranks other than 0 have their TMPDIR in it.
     run_dir: str = ""
 
@@ -171,6 +173,13 @@ class Abandon(Message, frozen=True):
     run_id: str
 
 
+class ResultTaken(Message, frozen=True):
+    """The kernel has loaded a rank's value."""
+
+    run_id: str
+    rank: Rank
+
+
 class InputReply(Message, frozen=True):
     """What the user typed for an :class:`InputRequest`; None where there is nobody to ask."""
 
@@ -209,6 +218,7 @@ ToRunner = (
     | OutputTaken
     | HomeTaken
     | HomeRefused
+    | ResultTaken
     | Abandon
     | InputReply
     | ReadLog
@@ -293,6 +303,15 @@ class HomeArrived(Message, frozen=True):
     unwrapped: list[str] = []
 
 
+class ResultArrived(Message, frozen=True):
+    """The value of a rank's last expression, other than rank 0's; ``reason`` says why there is no parcel."""
+
+    run_id: str
+    rank: Rank
+    parcel: MemoryFile | None = None
+    reason: str = ""
+
+
 class RunEnded(Message, frozen=True):
     """The last message of a run. ``outcome`` is "ok", "failed", "interrupted", "timeout" or "lost"."""
 
@@ -348,6 +367,7 @@ ToKernel = (
     | Display
     | InputRequest
     | HomeArrived
+    | ResultArrived
     | RunEnded
     | LogPiece
     | Status
@@ -509,13 +529,20 @@ class RankHome(Message, frozen=True):
     unwrapped: list[str] = []
 
 
+class RankResult(Message, frozen=True):
+    """Rank other than 0 to runner: the value of its last expression; a parcel comes, or a ``reason`` why not."""
+
+    size_bytes: SizeBytes = 0
+    reason: str = ""
+
+
 class HomeFailed(Message, frozen=True):
     """Rank 0 to runner: nothing can come home, and why."""
 
     reason: str
 
 
-FromRank = CellStarted | CellFinished | CellFailed | RankDisplay | RankInput | RankHome | HomeFailed
+FromRank = CellStarted | CellFinished | CellFailed | RankDisplay | RankInput | RankHome | RankResult | HomeFailed
 
 
 class Exit(Message, frozen=True):

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from taas_magic.client.interrupts import Interrupts, counted_interrupts
 from taas_magic.client.runner_process import RunnerProcess
-from taas_magic.errors import RunnerLostError, TaasError
+from taas_magic.errors import CannotTravelError, RunnerLostError, TaasError
 from taas_magic.namespace.home import Homecoming, HomeLoadError, load_homecoming
-from taas_magic.namespace.pack import PackedNamespace
+from taas_magic.namespace.pack import PackedNamespace, load_value
 from taas_magic.namespace.process_state import apply_random
 from taas_magic.wire import (
     Abandon,
@@ -32,6 +32,8 @@ from taas_magic.wire import (
     Notice,
     Output,
     OutputTaken,
+    ResultArrived,
+    ResultTaken,
     RunEnded,
     Submit,
 )
@@ -91,6 +93,8 @@ class RunOutcome:
     ended: RunEnded
     has_result: bool = False
     result: Any = None
+    #: What every rank's last expression gave, where that was asked for.
+    rank_results: list[Any] | None = None
     not_home: list[tuple[str, str]] = field(default_factory=list)
     unwrapped: list[str] = field(default_factory=list)
 
@@ -107,6 +111,8 @@ class ActiveRun:
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
         self._home = Homecoming()
         self._refused: list[tuple[str, str]] = []
+        #: Values of ranks other than 0.
+        self._results: dict[int, Any] = {}
         self._outcome: RunOutcome | None = None
         self._arrived: HomeArrived | None = None
         self._sent_interrupts = 0
@@ -169,15 +175,22 @@ class ActiveRun:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Denied) and not message.run_id:
+        if isinstance(message, Denied):
+            self._take_denial(message)
+        elif getattr(message, "run_id", self._id) == self._id:
+            self._take_own(message)
+
+    def _take_denial(self, message: Denied) -> None:
+        if not message.run_id:
             raise RunnerLostError.of(
                 f"{message.reason}\nthe ranks that it had started are gone",
                 do="run the cell again: it starts a new runner",
             )
-        if isinstance(message, Denied) and message.run_id == self._id:
+        if message.run_id == self._id:
             raise TaasError.of(f"the runner refused the run: {message.reason}", do="`%taas restart` starts a new one")
-        if getattr(message, "run_id", self._id) != self._id:
-            return
+
+    def _take_own(self, message: Any) -> None:
+        """Take a message about this run."""
         if isinstance(message, Output):
             piece = self._decode(message)
             self._show(lambda: self._view.write(message.rank, message.kind, piece))
@@ -190,6 +203,8 @@ class ActiveRun:
             self._runner.send(InputReply(self._id, message.rank, text))
         elif isinstance(message, HomeArrived):
             self._bring_home(message)
+        elif isinstance(message, ResultArrived):
+            self._take_result(message)
         elif isinstance(message, RunEnded):
             self._finish(message)
         elif isinstance(message, Notice):
@@ -233,10 +248,31 @@ class ActiveRun:
                 apply_random(self._home.extra["random"], only_imported=True)
         self._runner.send(HomeTaken(self._id))
 
+    def _take_result(self, message: ResultArrived) -> None:
+        """Load the value of a rank other than 0; an error stands for what cannot be loaded."""
+        reason = message.reason
+        if message.parcel is not None:
+            try:
+                fd = message.parcel.open()
+                try:
+                    self._results[message.rank] = load_value(fd, self._main)
+                finally:
+                    os.close(fd)
+            except Exception as error:  # noqa: BLE001 - whatever it was, it is said in the value's place
+                reason = f"{type(error).__name__}: {error}"
+            self._runner.send(ResultTaken(self._id, message.rank))
+        if reason:
+            self._results[message.rank] = CannotTravelError.of(
+                f"the value of rank {message.rank} cannot come to the notebook: {reason}"
+            )
+
     def _finish(self, ended: RunEnded) -> None:
         outcome = RunOutcome(ended)
         if "result" in self._home.extra:
             outcome.has_result, outcome.result = True, self._home.extra["result"]
+        if self._request.task.rank_results and ended.outcome == "ok":
+            results = {**self._results, 0: outcome.result}
+            outcome.rank_results = [results.get(rank) for rank in range(self._request.task.num_ranks)]
         if self._arrived is not None:
             outcome.not_home += self._arrived.not_home
             outcome.unwrapped += self._arrived.unwrapped

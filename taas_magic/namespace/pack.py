@@ -311,6 +311,22 @@ def try_pickle(main: dict[str, Any], obj: Any, **options: Any) -> BaseException 
     return None
 
 
+def pack_value(main: dict[str, Any], value: Any) -> Parcel:
+    """Pack one value by itself; :func:`load_value` is the other side."""
+    stream, blocks = io.BytesIO(), OutgoingBlocks()
+    pickler = NamespacePickler(stream, main, blocks)
+    pickler.dump(value)
+    return write_parcel(stream.getbuffer(), [("value", 0)], blocks, pickler.out_of_band)
+
+
+def load_value(fd: int, main: dict[str, Any]) -> Any:
+    """Load the value of a parcel from :func:`pack_value`."""
+    incoming = IncomingBlocks(fd)
+    buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]
+    with loading(Loading(incoming, main)), without_warnings():
+        return pickle.Unpickler(io.BytesIO(incoming.stream), buffers=buffers).load()
+
+
 class _Nowhere:
     def write(self, data: Any) -> int:
         return len(data)

@@ -174,6 +174,7 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
         colors=str(shell.colors),
         traceback_mode=str(getattr(shell.InteractiveTB, "mode", "Context")),
         rehearse=place.rehearse,
+        rank_results=pragma.rank_results,
     )
     show = None if pragma.show == "all" else sorted(pragma.show)
     return RunRequest(task, packed, show, settings.stop.grace_s, pragma.timeout_s)
@@ -185,7 +186,9 @@ def _announce(view: NotebookView, place: Place) -> None:
 
 
 def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings: Settings) -> None:
-    if outcome.has_result:
+    if outcome.rank_results is not None:
+        view.show_value(outcome.rank_results)
+    elif outcome.has_result:
         view.keep_result(outcome.result)
     for notice in _notices(outcome):
         view.notice(notice)

@@ -131,6 +131,10 @@ class NotebookView:
             buffers=[base64.b64decode(buffer) for buffer in content["buffers"]],
         )
 
+    def show_value(self, value: Any) -> None:
+        """Show a value as the cell's own, and make it the notebook's ``_``."""
+        self._shell.displayhook(value)
+
     def keep_result(self, value: Any) -> None:
         """Make a value the notebook's ``_``."""
         with contextlib.suppress(Exception):

@@ -20,7 +20,7 @@ import setproctitle
 
 import taas._place
 from taas_magic.namespace import process_state
-from taas_magic.namespace.pack import ReceivedNamespace, load_namespace
+from taas_magic.namespace.pack import ReceivedNamespace, load_namespace, pack_value
 from taas_magic.namespace.track import Tracker
 from taas_magic.rank import comms, landlock, meeting, output, rehearse, shell
 from taas_magic.rank.control import Control, Homebringer
@@ -35,6 +35,7 @@ from taas_magic.wire import (
     LeftOut,
     RankDisplay,
     RankInput,
+    RankResult,
     Spawn,
 )
 
@@ -175,6 +176,7 @@ class _Rank:
     def _run_cell(self, control: Control) -> BaseException | None:
         control.send(CellStarted())
         self._shell.current_source = self._task.source
+        self._shell.displayhook.is_shown = not self._task.rank_results
         result = self._shell.run_source(self._task.source, self._task.execution_count)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
@@ -182,10 +184,21 @@ class _Rank:
     def _report(self, control: Control, error: BaseException | None) -> None:
         left_out = self._left_out()
         if error is None:
+            if self._task.rank_results and self._spawn.rank != 0:
+                self._send_result(control)
             control.send(CellFinished(left_out))
             return
         report = report_failure(self._spawn.rank, error, self._shell.structured_traceback, self._explanations)
         control.send(CellFailed(report, left_out))
+
+    def _send_result(self, control: Control) -> None:
+        try:
+            parcel = pack_value(self._main, self._shell.displayhook.result)
+        except Exception as error:  # noqa: BLE001 - an object's own pickling may raise anything
+            control.send(RankResult(reason=f"{type(error).__name__}: {error}"))
+            return
+        control.send(RankResult(parcel.size_bytes), (parcel.fd,))
+        parcel.close()
 
     def _left_out(self) -> list[LeftOut]:
         if self._guard is None:

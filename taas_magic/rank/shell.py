@@ -92,6 +92,8 @@ class RankDisplayHook(DisplayHook):
 
     result: Any = None
     has_result = False
+    #: Whether the value is shown here; the kernel shows it where it gathers the values of all ranks.
+    is_shown = True
 
     def quiet(self) -> bool:
         """Whether the cell ended with a semicolon; the base class would look in the history."""
@@ -104,7 +106,7 @@ class RankDisplayHook(DisplayHook):
         if result is None:
             return
         self.result, self.has_result = result, True
-        if self.quiet():
+        if self.quiet() or not self.is_shown:
             return
         data, metadata = self.compute_format_data(result)  # type: ignore[no-untyped-call, unused-ignore]
         if data:

@@ -58,7 +58,10 @@ from taas_magic.wire import (
     RankForked,
     RankHome,
     RankInput,
+    RankResult,
     Rescue,
+    ResultArrived,
+    ResultTaken,
     RunEnded,
     RunNotice,
     RunOver,
@@ -112,6 +115,8 @@ class Run:
         self._unseen_bytes = 0
         self._ended: RunEnded | None = None
         self._parcel_fd = -1
+        #: Parcels of values that the kernel has not loaded yet, by rank.
+        self._result_fds: dict[int, int] = {}
         #: Records that the kernel cannot load.
         self._excluded: list[str] = []
         self._oom_kills = oom_kills()
@@ -157,11 +162,15 @@ class Run:
             self._close_parcel()
             self._excluded = message.exclude
             self._do(self.state.home_refused(now))
+        elif isinstance(message, ResultTaken):
+            self._close_result(message.rank)
         elif isinstance(message, InputReply):
             self._tell((message.rank,), InputLine(message.text))
         elif isinstance(message, Abandon):
             # Nobody takes output any more, and nobody is told how it ended.
             self.is_told = True
+            for rank in list(self._result_fds):
+                self._close_result(rank)
             self._do(self.state.abandoned(now))
 
     def send_output(self) -> None:
@@ -274,6 +283,8 @@ class Run:
             self._do(self.state.rank_failed(report, message.left_out, now))
         elif rank.rank == 0:
             self._take_from_rank_0(rank, message, descriptors)
+        elif isinstance(message, RankResult):
+            self._announce_result(rank.rank, message, descriptors)
         elif isinstance(message, RankInput):
             # Which rank asks could not be seen in a front end; the rank raises EOFError.
             rank.send(InputLine(None))
@@ -294,6 +305,24 @@ class Run:
         parcel = MemoryFile(os.getpid(), parcel_fd, message.size_bytes)
         self._send(HomeArrived(self.id, parcel, message.not_home, message.unwrapped))
         self._do(self.state.home_arrived(time.monotonic()))
+
+    def _announce_result(self, rank: int, message: RankResult, descriptors: list[int]) -> None:
+        self._close_result(rank)
+        parcel = None
+        if descriptors:
+            self._result_fds[rank] = descriptors.pop(0)
+            parcel = MemoryFile(os.getpid(), self._result_fds[rank], message.size_bytes)
+        self._send(ResultArrived(self.id, rank, parcel, message.reason))
+
+    def _close_result(self, rank: int) -> None:
+        fd = self._result_fds.pop(rank, -1)
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of the run is left to do: its processes are gone, and the kernel has everything."""
+        return self.over and self.is_told and not self._result_fds
 
     def _close_parcel(self) -> None:
         if self._parcel_fd >= 0:

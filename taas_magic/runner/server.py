@@ -136,7 +136,7 @@ class Server:
 
     def _forget(self, run: Run) -> bool:
         """Let go of a run whose processes are gone and whose end the kernel knows; its log is kept."""
-        return run.over and run.is_told
+        return run.is_done
 
     def _kernel_ended(self) -> None:
         self._stop = self._kernel_has_ended = True

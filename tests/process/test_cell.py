@@ -322,3 +322,18 @@ def test_the_pragma_is_a_comment_until_the_cell_that_loads_the_extension(project
         assert notebook.run(source).ok().result == "2"
         notebook.run("%unload_ext taas_magic").ok()
         assert notebook.run(source).ok().result == "1"
+
+
+def test_the_values_of_all_ranks_come_as_a_list(notebook: Notebook) -> None:
+    cell = ranks(notebook, "import taas, torch\n(taas.rank(), torch.ones(2) * taas.rank())", 3, "--rank-results").ok()
+    assert cell.result is not None
+    assert cell.result.replace("\n", "").startswith("[(0, tensor([0., 0.])), (1, tensor([1., 1.]))")
+    assert value(notebook, "[rank for rank, _ in _], _[2][1].tolist()") == "([0, 1, 2], [2.0, 2.0])"
+
+
+def test_a_value_that_cannot_travel_is_an_error_in_its_place(notebook: Notebook) -> None:
+    source = "import taas, threading\nthreading.Lock() if taas.rank() == 1 else taas.rank()"
+    ranks(notebook, source, 3, "--rank-results").ok()
+    assert (
+        value(notebook, "_[0], type(_[1]).__name__, 'rank 1' in str(_[1]), _[2]") == "(0, 'CannotTravelError', True, 2)"
+    )

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+weight = torch.zeros(3)
+
 class Slow:
     def __len__(self):
         return 1000
@@ -176,7 +178,8 @@ def test_a_third_interrupt_kills(notebook: Notebook) -> None:
     notebook.directory.joinpath("taas.toml").write_text("[stop]\ngrace_s = 60\n")
     notebook.run("epoch = 0").ok()
     ignoring = SWALLOWS.replace("pass", "print('ignored', flush=True)").replace("\n", "\n    ")
-    body = f"if taas.rank() == 0:\n    print('stuck', flush=True); sum(range(10**13))\nelse:\n    print('at it', flush=True){ignoring}"
+    sticks = "print('stuck', flush=True); sum(range(10**13))"
+    body = f"if taas.rank() == 0:\n    {sticks}\nelse:\n    print('at it', flush=True){ignoring}"
     run = start_run(notebook, body, flags="--show all", ready="[rank 1] at it")
     notebook.wait_for_output("stuck")
     notebook.interrupt()
@@ -301,7 +304,7 @@ pool = multiprocessing.get_context("fork").Pool(2, ignore_interrupts)
 def test_the_end_of_the_kernel(notebook: Notebook, tmp_path: Path) -> None:
     """Runner, zygotes, ranks and all that these have started go with the kernel."""
     with Notebook(tmp_path, extension=True) as victim:
-        victim.run(f"{HELPERS}\nweight = torch.zeros(3)").ok()
+        victim.run(HELPERS).ok()
         start_run(victim, WITH_CHILDREN, ready="loading")
         everything = below(victim.pid)
         assert len(titled(victim.pid, "sleep 1000")) >= 3
