@@ -47,7 +47,7 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     settings = load_settings(Path.cwd(), os.environ)
     environment = _environment(pragma)
     session.warm_up()
-    names = names_of_cell(parsed.code, transform)
+    names = _names(shell, parsed.code, transform)
     if pragma.dry_run:
         _show_plan(_pack(shell, names, pragma, environment), names)
         return
@@ -70,12 +70,22 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     _conclude(view, outcome, pragma, settings)
 
 
-def _remember_source(shell: InteractiveShell, python: str) -> None:
+def _names(shell: InteractiveShell, source: str, transform: Callable[[str], str]) -> CellNames:
+    try:
+        return names_of_cell(source, transform)
+    except SyntaxError as error:
+        # Shown as the kernel shows that of a plain cell: with the cell's number and the line.
+        error.filename = _remember_source(shell, transform(source))
+        raise
+
+
+def _remember_source(shell: InteractiveShell, python: str) -> str:
     """Keep the cell's text under the name that ranks give it, for tracebacks of functions that come home from there."""
     number = number_of_cell(shell)
     # The compiler of ranks is the plain one; a kernel's own names cells otherwise.
     name = CachingCompiler().cache(python, number)
     getattr(shell.compile, "_filename_map", {})[name] = number
+    return name
 
 
 def number_of_cell(shell: InteractiveShell) -> int:

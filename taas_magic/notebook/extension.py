@@ -44,6 +44,7 @@ class Extension:
             self._replaced_magics[kind, name] = table.get(name)
             self.shell.register_magic_function(function, kind, name)  # type: ignore[arg-type, unused-ignore]
         self.shell.events.register("post_run_cell", self.preload)
+        self.shell.showtraceback = self.show_traceback  # type: ignore[method-assign, unused-ignore]
         self.session.warm_up()
 
     def remove(self) -> None:
@@ -52,6 +53,8 @@ class Extension:
             self.shell.input_transformers_cleanup.remove(self.transform)
         with contextlib.suppress(ValueError):
             self.shell.events.unregister("post_run_cell", self.preload)
+        with contextlib.suppress(AttributeError):
+            del self.shell.showtraceback
         for (kind, name), previous in self._replaced_magics.items():
             table = self.shell.magics_manager.magics[kind]
             if previous is None:
@@ -113,6 +116,20 @@ class Extension:
                 text = f"{type(error).__name__}: {error}"
                 error._render_traceback_ = text.splitlines  # type: ignore[attr-defined]
             raise
+        except SyntaxError as error:
+            if not hasattr(error, "_render_traceback_"):
+                lines = self.shell.SyntaxTB.structured_traceback(type(error), error, [])
+                error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+            raise
+
+    def show_traceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Show a syntax error or an exception group of ranks as it came; IPython asks only other exceptions for that."""
+        kind, error, _ = self.shell._get_exc_info(exc_tuple)
+        render = getattr(error, "_render_traceback_", None)
+        if render is not None and isinstance(error, (SyntaxError, BaseExceptionGroup)):
+            self.shell._showtraceback(kind, error, render())
+        else:
+            type(self.shell).showtraceback(self.shell, exc_tuple, *args, **kwargs)
 
     def preload(self, *_: Any) -> None:
         """After each cell: tell the runner of what the notebook has newly imported."""

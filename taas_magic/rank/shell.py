@@ -11,7 +11,9 @@ import builtins
 import contextlib
 import json
 import sys
+import traceback
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,11 +53,18 @@ class RankShell(InteractiveShell):
     def init_io(self) -> None:
         """Ranks write to their own descriptors."""
 
-    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+    def showtraceback(self, *args: Any, exception_only: bool = False, **kwargs: Any) -> None:
         """Show nothing: the kernel shows the failure of the run, once."""
+        if exception_only:
+            # The cell has ended with SystemExit. How to leave IPython is explained by the kernel, once.
+            warnings.filterwarnings("ignore", message="To exit: use")
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
         """Show nothing; see :meth:`showtraceback`."""
+
+    def ask_exit(self) -> None:
+        """End the cell: what ``exit()`` and ``quit()`` call."""
+        raise SystemExit
 
     def run_source(self, source: str, execution_count: int) -> ExecutionResult:
         """Run a cell; tracebacks call it by the number it has in the notebook."""
@@ -69,6 +78,10 @@ class RankShell(InteractiveShell):
         kind = type(error)
         if isinstance(error, SyntaxError):
             lines: list[str] = self.SyntaxTB.structured_traceback(kind, error, [])  # type: ignore[arg-type, unused-ignore]
+        elif isinstance(error, BaseExceptionGroup):
+            # IPython's own formatters leave out what is in the group.
+            frames = error.__traceback__ and error.__traceback__.tb_next
+            lines = "".join(traceback.format_exception(kind, error, frames)).splitlines()
         else:
             lines = self.InteractiveTB.structured_traceback(kind, error, error.__traceback__, tb_offset=tb_offset)
         return lines
