@@ -115,7 +115,7 @@ def _serve(channel: Channel[ToZygote]) -> None:
             processes.kill_descendants()
             return
         if isinstance(message, StartRun):
-            own.add(_fork_run_zygote(channel, watch, message.run_id, descriptors[0]))
+            own.add(_fork_run_zygote(channel, watch, descriptors[0]))
         else:
             if preloaded in own:
                 # The runner has let go of it and has no run in it; it may be busy importing for seconds yet.
@@ -124,7 +124,7 @@ def _serve(channel: Channel[ToZygote]) -> None:
             own.add(preloaded)
 
 
-def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, run_id: str, control_fd: int) -> int:
+def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, control_fd: int) -> int:
     from taas_magic.rank import run_zygote
 
     pid = os.fork()
@@ -133,7 +133,7 @@ def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, ru
         try:
             channel.close()
             watch.close()
-            run_zygote.serve(run_id, socket.socket(fileno=control_fd))
+            run_zygote.serve(socket.socket(fileno=control_fd))
             status = 0
         finally:
             os._exit(status)
