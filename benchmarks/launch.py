@@ -68,7 +68,7 @@ def _measure(arguments: argparse.Namespace, versions: dict[str, str | None]) -> 
     for (key, _), samples in results.items():
         needs = next(contestant.needs for contestant in chosen if contestant.key == key)
         if versions[needs] is None:
-            samples.note("all", f"{needs} is not installed for the interpreter of --peers-python")
+            samples.unavailable = f"{needs} is not installed for the interpreter of --peers-python"
     rounds = "no round"
     with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="taas-bench-") as directory:
         bench = Bench(sys.executable, arguments.peers_python, Path(directory), arguments.launches)

@@ -35,7 +35,9 @@ class Samples:
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: What went wrong, and how often, by kind of job; "all" where nothing could be measured.
+    #: Why nothing can be measured at all.
+    unavailable: str | None = None
+    #: What went wrong, and how often, by kind of job.
     problems: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, measure: str, seconds: float) -> None:
@@ -47,8 +49,8 @@ class Samples:
         self.problems.setdefault(kind, Counter())[problem] += 1
 
     def is_hopeless(self, kind: str) -> bool:
-        """Whether a kind of job has only ever gone wrong."""
-        return kind in self.problems and not self.seconds.get(_MEASURES[kind][0])
+        """Whether a kind of job has only ever gone wrong, and more than once."""
+        return self.problems.get(kind, Counter()).total() > 1 and not self.seconds.get(_MEASURES[kind][0])
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ class Bench:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def visit(self, contestant: Contestant, num_ranks: int, samples: Samples) -> None:
-        """Measure every kind of job once or a few times; what only ever goes wrong is noted and not tried again."""
+        """Measure every kind of job once or a few times; what keeps going wrong is not tried again."""
         todo = [kind for kind in contestant.kinds if not samples.is_hopeless(kind)]
-        while todo and "all" not in samples.problems:
+        while todo and samples.unavailable is None:
             self._one_notebook(contestant, num_ranks, samples, todo)
 
     def _one_notebook(self, contestant: Contestant, num_ranks: int, samples: Samples, todo: list[str]) -> None:
@@ -80,8 +82,9 @@ class Bench:
             try:
                 self._prepare(contestant, num_ranks, notebook)
             except NotebookError as error:
-                samples.note("all", f"setting up: {error}")
-                return
+                for kind in todo:
+                    samples.note(kind, f"setting up: {error}")
+                todo.clear()
             while todo and notebook.is_usable:
                 kind = todo.pop(0)
                 repeats = self.launches if contestant.warms_up and kind in ("launch", "empty") else 1
@@ -124,7 +127,7 @@ class Bench:
         if job.kind == "failure" and run.error is None:
             raise NotebookError("the cell ended without an error")
         if job.kind in ("launch", "empty") and run.error is not None:
-            raise NotebookError(run.error)
+            raise NotebookError(f"{run.error}; it had printed: {notebook.log_tail()}")
         if job.kind == "launch":
             stamps = job.stamps()
             if len(stamps) != job.num_ranks:

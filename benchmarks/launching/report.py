@@ -63,7 +63,10 @@ def _cell(samples: Samples, measure: str, kinds: tuple[str, ...], notes: list[st
     text = f"{statistics.median(values):.3f}" if values else "none"
     if len(values) > 1:
         text += f" ({min(values):.3f} to {max(values):.3f})"
-    for problem, count in (samples.problems.get("all") or samples.problems.get(kind) or Counter()).items():
+    problems = samples.problems.get(kind, Counter())
+    if samples.unavailable is not None:
+        problems = Counter({samples.unavailable: 1})
+    for problem, count in problems.items():
         note = f"{count} of {len(values) + count}: {problem}" if values else problem
         if note not in notes:
             notes.append(note)
