@@ -89,7 +89,7 @@ class _Rank:
             # Loading failed, or an interrupt came between: nothing of the cell has run.
             error = failure
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._flush()
+        output.flush()
         self._report(control, error)
         if control.home is not None:
             control.home.pack_once()
@@ -200,11 +200,6 @@ class _Rank:
             return []
         return [LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()]
 
-    def _flush(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-
 
 def _end(status: int) -> None:
     """End the process as the interpreter would, without taking its memory apart first."""
@@ -221,7 +216,7 @@ def _last_steps(*, succeeded: bool) -> list[Callable[[], Any]]:
     # After a failure the peers may be gone, and taking a group apart would wait for them.
     if succeeded and dist.is_available() and dist.is_initialized():
         steps.append(dist.destroy_process_group)
-    return [*steps, _end_child_processes, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush]
+    return [*steps, _end_child_processes, atexit._run_exitfuncs, output.flush]
 
 
 def _end_child_processes() -> None:

@@ -22,7 +22,7 @@ import time
 import setproctitle
 
 from taas_magic.channel import Channel, ChannelClosedError, decoder_of
-from taas_magic.rank import preload, processes, rehearse
+from taas_magic.rank import output, preload, processes, rehearse
 from taas_magic.wire import (
     ForkPreloaded,
     FromAgent,
@@ -52,6 +52,8 @@ def main() -> None:
     num_threads = processes.count_threads()
     if num_threads != 1:
         raise RuntimeError(f"the zygote has {num_threads} threads after its imports; forking from it would not be safe")
+    # What C has in its buffers would be written by every rank.
+    output.flush()
     # Objects that exist now are never collected in ranks: a collection would write into every shared page.
     gc.collect()
     gc.freeze()
