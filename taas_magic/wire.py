@@ -386,8 +386,6 @@ class Warm(Message, frozen=True):
 class StartRun(Message, frozen=True):
     """Runner to zygote: fork a run zygote; its control socket comes as a descriptor."""
 
-    run_id: str
-
 
 class ForkPreloaded(Message, frozen=True):
     """Runner to zygote: fork a zygote with more imports; its socket comes as a descriptor."""
@@ -410,11 +408,19 @@ class PreloadRefused(Message, frozen=True):
     reason: str
 
 
-class RunTask(Message, frozen=True):
-    """Runner to run zygote: the task; the parcel comes as a descriptor. Starts the agent."""
+class PrepareRun(Message, frozen=True):
+    """Runner to run zygote: fork the agent, and by it the ranks, which then wait for :class:`Begin`."""
 
-    task: CellTask
+    num_ranks: int
     max_restarts: int = 0
+
+
+class RunBegins(Message, frozen=True):
+    """Runner to run zygote: the ranks have been given their task."""
+
+    run_id: str
+    #: Whether ranks other than 0 are to be kept from writing in the project.
+    guards_writes: bool
 
 
 class RankDescriptors(Message, frozen=True):
@@ -435,7 +441,7 @@ class EndRun(Message, frozen=True):
 
 
 ToZygote = StartRun | ForkPreloaded
-ToRunZygote = RunTask | RankDescriptors | SignalRanks | EndRun
+ToRunZygote = PrepareRun | RankDescriptors | RunBegins | SignalRanks | EndRun
 
 
 class RankForked(Message, frozen=True):
@@ -545,6 +551,12 @@ class HomeFailed(Message, frozen=True):
 FromRank = CellStarted | CellFinished | CellFailed | RankDisplay | RankInput | RankHome | RankResult | HomeFailed
 
 
+class Begin(Message, frozen=True):
+    """Runner to rank: what to do; the parcel comes as a descriptor."""
+
+    task: CellTask
+
+
 class Exit(Message, frozen=True):
     """Runner to rank: everything is said, end."""
 
@@ -569,4 +581,4 @@ class InputLine(Message, frozen=True):
     text: str | None
 
 
-ToRank = Exit | AbortCollectives | Rescue | PackAgain | InputLine
+ToRank = Begin | Exit | AbortCollectives | Rescue | PackAgain | InputLine

@@ -145,7 +145,7 @@ class Snapshot:
     def _processes_beyond(self) -> Iterator[str]:
         now = descendants()
         for process in now:
-            if _key(process) in self.processes or self._is_renewed_zygote(process, now):
+            if _key(process) in self.processes or self._is_renewed_zygote(process, now) or _is_on_standby(process, now):
                 continue
             if process.state == "Z" and process.parent == os.getpid():
                 with contextlib.suppress(ChildProcessError):
@@ -161,12 +161,28 @@ class Snapshot:
 
 
 def _is_preloaded_zygote(process: Process) -> bool:
+    return _title(process).startswith("taas: zygote (preloaded)")
+
+
+def _is_on_standby(process: Process, now: set[Process]) -> bool:
+    """Whether it belongs to the one run that a living zygote keeps waiting, in place of the one that was taken."""
+    by_pid = {each.pid: each for each in now}
+    while _title(process) != "taas: standby":
+        if process.parent not in by_pid:
+            return False
+        process = by_pid[process.parent]
+    parent = by_pid.get(process.parent)
+    siblings = [each for each in now if each.parent == process.parent and _title(each) == "taas: standby"]
+    return parent is not None and _title(parent).startswith("taas: zygote") and len(siblings) == 1
+
+
+def _title(process: Process) -> str:
     with contextlib.suppress(OSError):  # ended meanwhile
-        return Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"taas: zygote (preloaded)")
-    return False
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes().rstrip(b"\0 ").decode(errors="replace")
+    return ""
 
 
-def wait_until_gone(since: Snapshot, *, deadline_s: float = 3.0) -> list[str]:
+def wait_until_gone(since: Snapshot, *, deadline_s: float = 10.0) -> list[str]:
     """What is there beyond ``since`` and does not go within the deadline; empty where all went."""
     until = time.monotonic() + deadline_s
     while left := since.beyond():

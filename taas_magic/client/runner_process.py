@@ -53,7 +53,8 @@ class RunnerProcess:
         # The package may be imported from a checkout that only this process's sys.path knows.
         home = str(Path(taas_magic.__file__).resolve().parent.parent)
         inherited = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{home}{os.pathsep}{inherited}" if inherited else home
+        # Last, so that it changes nothing about where anything else is found.
+        environment["PYTHONPATH"] = f"{inherited}{os.pathsep}{home}" if inherited else home
         process = subprocess.Popen(
             # -P: a `random.py` in the project must not become the runner's `random`.
             [sys.executable, "-P", "-m", "taas_magic.runner", str(self.directory), str(os.getpid())],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -24,23 +25,23 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.wire import RankExited, RankForked, RunTask, Spawn, StopRanks, ToAgent
+from taas_magic.wire import PrepareRun, RankExited, RankForked, Spawn, StopRanks, ToAgent
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_INTERVAL_S = 0.01
 
 
-def run_agent(task: RunTask, sock: socket.socket) -> None:
+def run_agent(order: PrepareRun, sock: socket.socket) -> None:
     """Run the agent of one run to its end. Exits 0 if all ranks did."""
     setproctitle.setproctitle("taas: agent")
     logging.disable(logging.WARNING)
     channel: Channel[ToAgent] = Channel(sock, ToAgent)
     spec = WorkerSpec(
         role="default",
-        local_world_size=task.task.num_ranks,
-        rdzv_handler=FixedMembership(task.task.run_id),
+        local_world_size=order.num_ranks,
+        rdzv_handler=FixedMembership(secrets.token_hex(4)),
         entrypoint="taas",
-        max_restarts=task.max_restarts,
+        max_restarts=order.max_restarts,
         monitor_interval=_MONITOR_INTERVAL_S,
     )
     try:

@@ -18,10 +18,13 @@ from taas_magic.namespace.process_state import capture_random
 from taas_magic.namespace.track import Tracker
 from taas_magic.wire import (
     AbortCollectives,
+    Begin,
+    CellTask,
     Exit,
     HomeFailed,
     InputLine,
     Message,
+    PackAgain,
     RankHome,
     RankInput,
     Rescue,
@@ -47,6 +50,16 @@ class Control:
         #: Whether this rank may close connections to free its peers and itself; rank 0 may not, it has work to save.
         self.may_close_connections = False
         self.cell_is_over = False
+
+    def await_task(self) -> tuple[CellTask, int]:
+        """Wait for the task and its parcel. A rank on standby may wait for long, and ends when it is not needed."""
+        try:
+            message, descriptors = self._channel.receive()
+        except ChannelClosedError:
+            os._exit(0)
+        if not isinstance(message, Begin):
+            raise TypeError(f"a rank's first message must be Begin, not {type(message).__name__}")
+        return message.task, descriptors[0]
 
     def start(self) -> None:
         """Start the thread that obeys the runner."""
@@ -122,7 +135,7 @@ class Control:
                 self.send(HomeFailed("the notebook's names had not been loaded yet"))
             else:
                 self.home.pack_once()
-        elif self.home is not None:  # PackAgain
+        elif isinstance(message, PackAgain) and self.home is not None:
             self.home.pack(message.exclude)
 
 

@@ -12,7 +12,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from taas_magic.namespace.track import Tracker
 from taas_magic.rank import comms, landlock, meeting, output, rehearse, shell
 from taas_magic.rank.control import Control, Homebringer
 from taas_magic.rank.failure import Explain, missing_name_hint, report_failure
-from taas_magic.rank.writes import WriteGuard
+from taas_magic.rank.writes import WriteGuard, default_writable
 from taas_magic.wire import (
     CellFailed,
     CellFinished,
@@ -40,49 +39,35 @@ from taas_magic.wire import (
 )
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a rank inherits from the run zygote.
+def run_rank(spawn: Spawn, stdout_fd: int, stderr_fd: int, control_socket: socket.socket) -> None:
+    """Be a rank in this freshly forked process: wait for the task, and do it.
 
-    Attributes:
-        task: The cell and how to run it.
-        spawn: Its rank, and torchrun's environment for it.
-        parcel_fd: The namespace.
-        ruleset_fd: Landlock's rules for ranks other than 0; -1 where there are none.
-        writable: What those rules leave open in the project.
+    Never returns: the process ends with 0 if the cell did its work.
     """
-
-    task: CellTask
-    spawn: Spawn
-    parcel_fd: int
-    ruleset_fd: int
-    writable: list[Path]
-
-
-def run_rank(given: Given, stdout_fd: int, stderr_fd: int, control: socket.socket) -> None:
-    """Run a rank in this freshly forked process. Never returns: the process ends with 0 if the cell did its work."""
+    setproctitle.setproctitle(f"taas: standby rank {spawn.rank}")
     output.redirect(stdout_fd, stderr_fd)
     # A crash in native code leaves the Python line that led to it in the rank's output.
     faulthandler.enable(all_threads=False)
-    succeeded = _Rank(given).run(control)
+    control = Control(control_socket)
+    task, parcel_fd = control.await_task()
+    succeeded = _Rank(spawn, task, parcel_fd).run(control)
     _end(0 if succeeded else 1)
 
 
 class _Rank:
-    def __init__(self, given: Given) -> None:
-        self._given = given
-        self._task = given.task
-        self._spawn = given.spawn
+    def __init__(self, spawn: Spawn, task: CellTask, parcel_fd: int) -> None:
+        self._spawn = spawn
+        self._task = task
+        self._parcel_fd = parcel_fd
         self._main: dict[str, Any] = sys.modules["__main__"].__dict__
         self._shell: Any = shell.RankShell.instance()
         self._guard: WriteGuard | None = None
         self._explanations: list[Explain] = [missing_name_hint(self._task.other_names, self._task.left_out)]
 
-    def run(self, control_socket: socket.socket) -> bool:
+    def run(self, control: Control) -> bool:
         self._set_identity()
         self._guard_writes()
         self._prepare_torch()
-        control = Control(control_socket)
         signal.signal(signal.SIGINT, control.on_interrupt)
         shell.configure(
             self._shell,
@@ -104,7 +89,7 @@ class _Rank:
             # Loading failed, or an interrupt came between: nothing of the cell has run.
             error = failure
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._flush()
+        output.flush()
         self._report(control, error)
         if control.home is not None:
             control.home.pack_once()
@@ -135,12 +120,22 @@ class _Rank:
         """Take the right to write in the project while this process has one thread: Landlock works by thread."""
         if self._spawn.rank == 0 or self._task.writes == "all":
             return
-        is_enforced = self._given.ruleset_fd >= 0
+        project, writable = Path(self._task.project), self._writable()
+        is_enforced = landlock.abi_version() > 0
         if is_enforced:
-            landlock.restrict(self._given.ruleset_fd)
-        self._guard = WriteGuard(writable=self._given.writable)
-        self._guard.install(self._spawn.rank, Path(self._task.project), enforced=is_enforced)
+            ruleset_fd = landlock.build_ruleset(project, writable)
+            landlock.restrict(ruleset_fd)
+            os.close(ruleset_fd)
+        self._guard = WriteGuard(writable=writable)
+        self._guard.install(self._spawn.rank, project, enforced=is_enforced)
         self._explanations.append(self._guard.explain)
+
+    def _writable(self) -> list[Path]:
+        """What every rank may write, wherever the project is."""
+        home = Path(os.environ.get("HOME") or Path.home())
+        run_dir = self._task.run_dir
+        environment = {**os.environ, "TMPDIR": run_dir}
+        return [*default_writable(environment, home), *map(Path, self._task.writable), Path(run_dir)]
 
     def _prepare_torch(self) -> None:
         import torch
@@ -158,8 +153,8 @@ class _Rank:
 
     def _load(self, control: Control) -> None:
         own_names = set(self._main)
-        received = load_namespace(self._given.parcel_fd, self._main, before_names=process_state.apply)
-        os.close(self._given.parcel_fd)
+        received = load_namespace(self._parcel_fd, self._main, before_names=process_state.apply)
+        os.close(self._parcel_fd)
         shell.add_sources(self._shell, received.sources)
         if self._spawn.rank == 0:
             control.home = Homebringer(control, self._tracker(received, own_names), self._last_value)
@@ -205,11 +200,6 @@ class _Rank:
             return []
         return [LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()]
 
-    def _flush(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-
 
 def _end(status: int) -> None:
     """End the process as the interpreter would, without taking its memory apart first."""
@@ -226,7 +216,7 @@ def _last_steps(*, succeeded: bool) -> list[Callable[[], Any]]:
     # After a failure the peers may be gone, and taking a group apart would wait for them.
     if succeeded and dist.is_available() and dist.is_initialized():
         steps.append(dist.destroy_process_group)
-    return [*steps, _end_child_processes, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush]
+    return [*steps, _end_child_processes, atexit._run_exitfuncs, output.flush]
 
 
 def _end_child_processes() -> None:

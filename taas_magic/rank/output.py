@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import contextlib
+import ctypes
 import fcntl
 import io
 import os
@@ -10,6 +12,7 @@ import sys
 import termios
 import time
 
+_libc = ctypes.CDLL(None)
 _ORDER_WAIT_S = 0.02
 _POLL_S = 0.0001
 
@@ -25,6 +28,14 @@ def redirect(stdout_fd: int, stderr_fd: int) -> None:
     sys.stdout = _stream(1, last)
     sys.stderr = _stream(2, last)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def flush() -> None:
+    """Send on what Python and C hold back; a process that ends by ``os._exit`` would lose it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    _libc.fflush(None)
 
 
 def _stream(fd: int, last: list[int]) -> io.TextIOWrapper:

@@ -12,25 +12,24 @@ import selectors
 import signal
 import socket
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import setproctitle
 
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.rank import landlock, processes
-from taas_magic.rank.writes import default_writable, degraded_notice
+from taas_magic.rank.writes import degraded_notice
 from taas_magic.wire import (
     AgentExited,
-    CellTask,
     EndRun,
     FromAgent,
     Message,
+    PrepareRun,
     RankDescriptors,
     RankExited,
     RankForked,
+    RunBegins,
     RunNotice,
     RunOver,
-    RunTask,
     SignalRanks,
     Spawn,
     StopRanks,
@@ -38,9 +37,9 @@ from taas_magic.wire import (
 )
 
 
-def serve(run_id: str, control: socket.socket) -> None:
+def serve(control: socket.socket) -> None:
     """Serve one run; returns when it is over and no process of it is left."""
-    setproctitle.setproctitle(f"taas: run {run_id}")
+    setproctitle.setproctitle("taas: standby")
     processes.become_subreaper()
     zygote = _RunZygote(Channel(control, ToRunZygote))
     try:
@@ -56,10 +55,6 @@ class _RunZygote:
     runner: Channel[ToRunZygote]
     agent: Channel[FromAgent] | None = None
     agent_pid: int = 0
-    task: RunTask | None = None
-    parcel_fd: int = -1
-    ruleset_fd: int = -1
-    writable: list[Path] = field(default_factory=list)
     #: stdout, stderr and control socket of each rank.
     descriptors: dict[int, list[int]] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
@@ -86,9 +81,12 @@ class _RunZygote:
     def _obey(self, message: ToRunZygote, descriptors: list[int]) -> None:
         if isinstance(message, RankDescriptors):
             self.descriptors[message.rank] = descriptors
-        elif isinstance(message, RunTask):
-            self.task, self.parcel_fd = message, descriptors[0]
+        elif isinstance(message, PrepareRun):
             self._fork_agent(message)
+        elif isinstance(message, RunBegins):
+            setproctitle.setproctitle(f"taas: run {message.run_id}")
+            if message.guards_writes and landlock.abi_version() == 0:
+                self.runner.send(RunNotice(degraded_notice()))
         elif isinstance(message, SignalRanks):
             for rank in message.ranks:
                 if rank in self.pids:
@@ -99,37 +97,25 @@ class _RunZygote:
 
     # -- the agent -----------------------------------------------------------------------------------------------
 
-    def _fork_agent(self, task: RunTask) -> None:
+    def _fork_agent(self, order: PrepareRun) -> None:
         ours, theirs = Channel.pair()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._in_child(parent, lambda: self._run_agent(task, theirs))
+            self._in_child(parent, lambda: self._run_agent(order, theirs))
         theirs.close()
         self.agent_pid = pid
         self.agent = Channel(ours, FromAgent)
         self._selector.register(self.agent.fileno(), selectors.EVENT_READ, self._hear_agent)
-        # Built while the agent starts: the rules are the same for all ranks, which inherit the descriptor.
-        self.writable = _writable(task.task)
-        self._guard_project(task.task)
 
-    def _guard_project(self, task: CellTask) -> None:
-        """Prepare what keeps ranks other than 0 from writing in the project."""
-        if task.writes == "all" or task.num_ranks == 1:
-            return
-        if landlock.abi_version() == 0:
-            self.runner.send(RunNotice(degraded_notice()))
-            return
-        self.ruleset_fd = landlock.build_ruleset(Path(task.project), self.writable)
-
-    def _run_agent(self, task: RunTask, sock: socket.socket) -> None:
+    def _run_agent(self, order: PrepareRun, sock: socket.socket) -> None:
         from taas_magic.rank.agent import run_agent
 
         self.runner.close()
         for fds in self.descriptors.values():
             for fd in fds:
                 os.close(fd)
-        run_agent(task, sock)
+        run_agent(order, sock)
 
     def _hear_agent(self) -> None:
         assert self.agent is not None
@@ -155,7 +141,6 @@ class _RunZygote:
     def _run_rank(self, spawn: Spawn) -> None:
         from taas_magic.rank import entry
 
-        assert self.task is not None
         stdout, stderr, control = self.descriptors.pop(spawn.rank)
         for fds in self.descriptors.values():
             for fd in fds:
@@ -163,8 +148,7 @@ class _RunZygote:
         self.runner.close()
         if self.agent is not None:
             self.agent.close()
-        given = entry.Given(self.task.task, spawn, self.parcel_fd, self.ruleset_fd, self.writable)
-        entry.run_rank(given, stdout, stderr, socket.socket(fileno=control))
+        entry.run_rank(spawn, stdout, stderr, socket.socket(fileno=control))
 
     def _in_child(self, parent: int, body: object) -> None:
         """Run a forked child to its end; never returns."""
@@ -200,10 +184,3 @@ class _RunZygote:
             if channel is not None:
                 with contextlib.suppress(ChannelClosedError, OSError):
                     channel.send(message)
-
-
-def _writable(task: CellTask) -> list[Path]:
-    """What every rank may write, wherever the project is."""
-    environment = {**task.environment, "TMPDIR": task.run_dir}
-    home = Path(environment.get("HOME") or Path.home())
-    return [*default_writable(environment, home), *map(Path, task.writable), Path(task.run_dir)]

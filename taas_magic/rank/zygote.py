@@ -22,7 +22,7 @@ import time
 import setproctitle
 
 from taas_magic.channel import Channel, ChannelClosedError, decoder_of
-from taas_magic.rank import preload, processes, rehearse
+from taas_magic.rank import output, preload, processes, rehearse
 from taas_magic.wire import (
     ForkPreloaded,
     FromAgent,
@@ -52,6 +52,8 @@ def main() -> None:
     num_threads = processes.count_threads()
     if num_threads != 1:
         raise RuntimeError(f"the zygote has {num_threads} threads after its imports; forking from it would not be safe")
+    # What C has in its buffers would be written by every rank.
+    output.flush()
     # Objects that exist now are never collected in ranks: a collection would write into every shared page.
     gc.collect()
     gc.freeze()
@@ -115,7 +117,7 @@ def _serve(channel: Channel[ToZygote]) -> None:
             processes.kill_descendants()
             return
         if isinstance(message, StartRun):
-            own.add(_fork_run_zygote(channel, watch, message.run_id, descriptors[0]))
+            own.add(_fork_run_zygote(channel, watch, descriptors[0]))
         else:
             if preloaded in own:
                 # The runner has let go of it and has no run in it; it may be busy importing for seconds yet.
@@ -124,7 +126,7 @@ def _serve(channel: Channel[ToZygote]) -> None:
             own.add(preloaded)
 
 
-def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, run_id: str, control_fd: int) -> int:
+def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, control_fd: int) -> int:
     from taas_magic.rank import run_zygote
 
     pid = os.fork()
@@ -133,7 +135,7 @@ def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, ru
         try:
             channel.close()
             watch.close()
-            run_zygote.serve(run_id, socket.socket(fileno=control_fd))
+            run_zygote.serve(socket.socket(fileno=control_fd))
             status = 0
         finally:
             os._exit(status)

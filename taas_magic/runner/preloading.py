@@ -57,6 +57,11 @@ class Preloading:
         except ChannelClosedError:
             self.close()
 
+    @property
+    def ready(self) -> PreloadedZygote | None:
+        """The preloaded zygote, if its imports are done."""
+        return self._current if self._current is not None and self._current.is_ready else None
+
     def fit_for(self, environment: dict[str, str]) -> PreloadedZygote | None:
         """The preloaded zygote, if it is ready and was made in the environment that a run wants.
 

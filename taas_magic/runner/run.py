@@ -6,9 +6,10 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -92,11 +93,19 @@ class Run:
         link: The pipes and sockets of its processes.
         directory: The run's own directory; removed at the end.
         send: Sends a message to the kernel that submitted it.
+        pids: Of the ranks that are forked already.
         tail_lines: How many lines of a failed rank's output to hand on; the kernel quotes a choice of them.
     """
 
     def __init__(
-        self, submit: Submit, link: RunLink, directory: Path, send: Callable[[Message], None], tail_lines: int = 200
+        self,
+        submit: Submit,
+        link: RunLink,
+        directory: Path,
+        send: Callable[[Message], None],
+        *,
+        pids: Mapping[int, int] = MappingProxyType({}),
+        tail_lines: int = 200,
     ) -> None:
         self.id = submit.task.run_id
         self.num_ranks = submit.task.num_ranks
@@ -121,6 +130,8 @@ class Run:
         self._excluded: list[str] = []
         self._oom_kills = oom_kills()
         self._tail_lines = tail_lines
+        for rank, pid in pids.items():
+            self._forked(rank, pid)
 
     # -- what to poll --------------------------------------------------------------------------------------------
 
@@ -199,8 +210,7 @@ class Run:
         try:
             for message, _ in self._link.channel.receive_available():
                 if isinstance(message, RankForked):
-                    self.pids[message.rank] = message.pid
-                    self._do(self.state.rank_forked(message.rank, time.monotonic()))
+                    self._forked(message.rank, message.pid)
                 elif isinstance(message, RankExited):
                     self._rank_exited(message)
                 elif isinstance(message, AgentExited):
@@ -211,6 +221,10 @@ class Run:
                     self._finish()
         except (ChannelClosedError, msgspec.MsgspecError):
             self._finish()
+
+    def _forked(self, rank: int, pid: int) -> None:
+        self.pids[rank] = pid
+        self._do(self.state.rank_forked(rank, time.monotonic()))
 
     def _rank_exited(self, message: RankExited) -> None:
         rank = self._link.ranks[message.rank]

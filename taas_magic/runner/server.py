@@ -26,6 +26,7 @@ from taas_magic.channel import ChannelClosedError
 from taas_magic.runner.output_log import OutputLog
 from taas_magic.runner.preloading import Preloading
 from taas_magic.runner.run import Run, Source
+from taas_magic.runner.standby import Standby
 from taas_magic.runner.zygote_link import ZygoteLink
 from taas_magic.versions import mismatch, own_versions
 from taas_magic.wire import (
@@ -38,7 +39,6 @@ from taas_magic.wire import (
     ReadLog,
     ReadStatus,
     Ready,
-    RunTask,
     Shutdown,
     Status,
     Submit,
@@ -75,6 +75,7 @@ class Server:
         self._zygote = ZygoteLink()
         self._zygote_is_heard = True
         self._preloading = Preloading(self._zygote)
+        self._standby = Standby(self._zygote)
         self._ready: Ready | None = None
         self._run: Run | None = None
         self._ending: list[Run] = []
@@ -122,6 +123,8 @@ class Server:
         self._ending = [run for run in self._ending if not self._forget(run)]
         is_idle = self._ready is not None and self._run is None and not self._ending
         self._preloading.advance(is_idle=is_idle)
+        if is_idle and not self._stop:
+            self._standby.advance(self._preloading.ready)
 
     def _sources(self) -> list[Source]:
         sources = [Source(self._kernel, self._kernel_ended)]
@@ -129,6 +132,8 @@ class Server:
             sources.append(Source(self._zygote.channel.fileno(), self._hear_zygote))
         if self._preloading.fileno is not None:
             sources.append(Source(self._preloading.fileno, self._preloading.hear))
+        if self._standby.fileno is not None:
+            sources.append(Source(self._standby.fileno, self._standby.hear))
         for run in (self._run, *self._ending):
             if run is not None:
                 sources += run.sources()
@@ -255,9 +260,10 @@ class Server:
         preloaded = self._preloading.fit_for(task.environment)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, run_directory, ignore_errors=True)
-            link = self._zygote.start_run(RunTask(task), parcel_fd, preloaded)
+            link, pids = self._standby.take(task.num_ranks, preloaded)
             undo.callback(link.close)
-            run = Run(submit, link, run_directory, self._send)
+            link.begin(task, parcel_fd)
+            run = Run(submit, link, run_directory, self._send, pids=pids)
             undo.pop_all()
         return run
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.wire import (
+    Begin,
+    CellTask,
     ForkPreloaded,
     FromRank,
     FromRunZygote,
     FromZygote,
     Message,
+    PrepareRun,
     RankDescriptors,
-    RunTask,
+    RunBegins,
     StartRun,
 )
 
@@ -66,17 +69,21 @@ class ZygoteLink:
             self.process.kill()
             self.process.wait()
 
-    def start_run(self, task: RunTask, parcel_fd: int, preloaded: PreloadedZygote | None = None) -> RunLink:
-        """Fork the run's zygote and give it what it needs; ranks follow by themselves."""
+    def prepare_run(self, num_ranks: int, preloaded: PreloadedZygote | None = None) -> RunLink:
+        """Fork a run zygote, and by it an agent and ranks that wait for their task.
+
+        Raises:
+            OSError: if the machine lacks something for it.
+        """
         ours, theirs = Channel.pair()
         zygote = self.channel if preloaded is None else preloaded.channel
-        zygote.send(StartRun(task.task.run_id), (theirs.fileno(),))
+        zygote.send(StartRun(), (theirs.fileno(),))
         theirs.close()
         run = RunLink(Channel(ours, FromRunZygote), [])
         try:
-            for rank in range(task.task.num_ranks):
+            for rank in range(num_ranks):
                 run.ranks.append(_connect_rank(run.channel, rank))
-            run.channel.send(task, (parcel_fd,))
+            run.channel.send(PrepareRun(num_ranks))
         except OSError:
             run.close()
             raise
@@ -125,6 +132,17 @@ class RunLink:
 
     channel: Channel[FromRunZygote]
     ranks: list[RankLink]
+
+    def begin(self, task: CellTask, parcel_fd: int) -> None:
+        """Give the ranks their task; those that are not forked yet find it when they are.
+
+        Raises:
+            ChannelClosedError: if the run's processes have ended.
+        """
+        self.channel.send(RunBegins(task.run_id, guards_writes=task.writes != "all" and task.num_ranks > 1))
+        for rank in self.ranks:
+            assert rank.channel is not None
+            rank.channel.send(Begin(task), (parcel_fd,))
 
     def send(self, message: Message) -> None:
         """Send to the run zygote, if it is still there."""

@@ -125,6 +125,7 @@ def requests(run_id: str) -> list[wire.Message]:
         wire.OutputTaken(run_id, 1),
         wire.HomeTaken(run_id),
         wire.HomeRefused(run_id, []),
+        wire.ResultTaken(run_id, 0),
         wire.InputReply(run_id, 0, "x"),
         wire.ReadLog(),
         wire.ReadStatus(),
