@@ -20,6 +20,7 @@ _SETUP_LIMIT_S = 120.0
 _LAUNCH_LIMIT_S = 120.0
 #: How long a cell may go on after a rank has raised, or after the interrupt.
 _REACTION_LIMIT_S = 20.0
+_PAUSE_S = 1.0
 
 
 #: What a kind of job measures.
@@ -122,6 +123,8 @@ class Bench:
         return Job(kind, num_ranks, directory)
 
     def _launch(self, contestant: Contestant, job: Job, notebook: Notebook, samples: Samples) -> None:
+        # Nobody starts a cell in the very moment in which the one before ends.
+        time.sleep(_PAUSE_S)
         watch = _Watch(job, notebook)
         run = notebook.run(contestant.cell(job), _LAUNCH_LIMIT_S, watch.look)
         if job.kind == "failure" and run.error is None:

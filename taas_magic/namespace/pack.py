@@ -146,7 +146,8 @@ class _Packing:
         self._whys: dict[str, str] = {}
         self._recorded: set[str] = set()
         self._items: list[TravelItem] = []
-        self._record(STATE_RECORD, process_state)
+        # By itself, so that nobody follows what becomes of its parts.
+        self._record(STATE_RECORD, pickle.dumps(process_state))
         for names, is_needed in ((self.selection.needed, True), (self.selection.maybe, False)):
             if is_needed:
                 for name, why in self.first.items():
@@ -372,9 +373,9 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
                 error.add_note(f"while `{label}` of the notebook was loaded in the rank")
                 raise
             if label == STATE_RECORD:
-                received.process_state = value
+                received.process_state = pickle.loads(value)
                 if before_names is not None:
-                    before_names(value)
+                    before_names(received.process_state)
             elif label == SOURCES_RECORD:
                 received.sources = value
             else:

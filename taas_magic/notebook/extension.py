@@ -118,12 +118,12 @@ class Extension:
             raise
         except SyntaxError as error:
             if not hasattr(error, "_render_traceback_"):
-                lines = self.shell.SyntaxTB.structured_traceback(type(error), error, [])
+                lines = self.shell.SyntaxTB.structured_traceback(type(error), error, [])  # type: ignore[arg-type, unused-ignore]
                 error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
             raise
 
     def show_traceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Show a syntax error or an exception group of ranks as it came; IPython asks only other exceptions for that."""
+        """Show a syntax error or an exception group of ranks as it came; IPython asks only other kinds for that."""
         kind, error, _ = self.shell._get_exc_info(exc_tuple)
         render = getattr(error, "_render_traceback_", None)
         if render is not None and isinstance(error, (SyntaxError, BaseExceptionGroup)):

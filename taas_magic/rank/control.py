@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import queue
@@ -63,7 +64,8 @@ class Control:
 
     def start(self) -> None:
         """Start the thread that obeys the runner."""
-        threading.Thread(target=self._obey, name="taas-control", daemon=True).start()
+        # Not by `threading.Thread`, whose start waits until the new thread has run: that is milliseconds.
+        _thread.start_new_thread(self._obey, ())
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send to the runner; without a runner there is nothing left to do here.

@@ -123,7 +123,7 @@ class Server:
         self._ending = [run for run in self._ending if not self._forget(run)]
         is_idle = self._ready is not None and self._run is None and not self._ending
         self._preloading.advance(is_idle=is_idle)
-        if is_idle and not self._stop:
+        if self._ready is not None and self._run is None and not self._stop:
             self._standby.advance(self._preloading.ready)
 
     def _sources(self) -> list[Source]:
