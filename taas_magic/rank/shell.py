@@ -157,7 +157,8 @@ def prepare_shell() -> RankShell:
     _format_a_traceback(shell)
     # A first cell imports and compiles what every later one uses: ten milliseconds, which no rank has to spend then.
     shell.run_source("None", 1)
-    shell.displayhook.result, shell.displayhook.has_result = None, False
+    hook: Any = shell.displayhook
+    hook.result, hook.has_result = None, False
     return shell
 
 
