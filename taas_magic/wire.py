@@ -328,6 +328,8 @@ class RunEnded(Message, frozen=True):
     tail: str = ""
     home: bool = False
     detail: str = ""
+    #: What else is known of why the failure came.
+    hint: str = ""
     #: Ranks whose process went badly after their cell had run to its end.
     late_deaths: list[Death] = []
 

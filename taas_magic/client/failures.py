@@ -35,7 +35,7 @@ def exception_of(
     """
     if ended.outcome == "ok":
         return None
-    others = list(_describe_others(ended))
+    others = [*([ended.hint] if ended.hint else []), *_describe_others(ended)]
     if ended.outcome == "timeout":
         error: BaseException = RunTimeoutError.of(
             f"the run took longer than --timeout allows ({format_seconds(timeout_s or 0)}) and was stopped",

@@ -107,12 +107,26 @@ def _diff_dict(obj: dict[Any, Any], taken: list[tuple[Any, Any]], view: View) ->
     return items
 
 
+class Kept:
+    """Stands in an update of a dict for a value that could not be sent: the receiver keeps its own."""
+
+    def __reduce__(self) -> str:
+        return "KEPT"
+
+
+KEPT = Kept()
+
+
 def _apply_dict(obj: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
     # A subclass may mean something else by update: a Counter counts.
     kind = OrderedDict if isinstance(obj, OrderedDict) else dict
+    before = dict(kind.items(obj))
     kind.clear(obj)
     for key, value in items:
-        kind.__setitem__(obj, key, value)
+        if value is not KEPT:
+            kind.__setitem__(obj, key, value)
+        elif key in before:
+            kind.__setitem__(obj, key, before[key])
 
 
 def _take_set(obj: set[Any], view: View) -> set[Any]:
@@ -178,7 +192,9 @@ def attributes_of(obj: Any) -> dict[str, Any] | None:
 
 
 def _diff_class(obj: Any, taken: Any, view: View) -> Any:
-    return SAME if type(obj) is taken else type(obj)
+    # A class by which FSDP shards a module means nothing without the module's shards, which stay in the ranks.
+    is_same = type(obj) is taken or any(kind.__name__ == "FSDPModule" for kind in type(obj).__mro__)
+    return SAME if is_same else type(obj)
 
 
 def _apply_class(obj: Any, kind: type) -> None:

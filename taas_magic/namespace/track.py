@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.namespace import rebuild
-from taas_magic.namespace.aspects import SAME, Aspect, aspects_of, has_own_state, is_immutable
+from taas_magic.namespace.aspects import KEPT, SAME, Aspect, aspects_of, has_own_state, is_immutable
 from taas_magic.namespace.blocks import OutgoingBlocks, Parcel, view_of_memory, write_parcel
 from taas_magic.namespace.pack import ReceivedNamespace
-from taas_magic.namespace.pickler import MainGlobals, NamespacePickler
+from taas_magic.namespace.pickler import MainGlobals, NamespacePickler, Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +227,12 @@ class Tracker:
             kept_items = []
             for key, value in payload:
                 problem = self._problem((key, value))
-                kept_items.append((key, value)) if problem is None else lost.append(
-                    NotHome(f"{path}[{key!r}]", _reason(problem))
-                )
-            return (kept_items, lost) if lost and kept_items else (SAME, lost or [NotHome(path, _reason(error))])
+                if problem is not None:
+                    lost.append(NotHome(f"{path}[{key!r}]", _reason(problem)))
+                    if self._problem(key) is not None:
+                        continue
+                kept_items.append((key, value if problem is None else KEPT))
+            return (kept_items, lost) if lost else (SAME, [NotHome(path, _reason(error))])
         if aspect_name == "attributes":
             changed, removed = payload
             kept = {}
@@ -329,7 +331,17 @@ class _HomePickler(NamespacePickler):
     def _choose_reducer(self, kind: type) -> Any:
         if kind.__name__ == "DistributedDataParallel" and kind.__module__.startswith("torch."):
             return self._reduce_ddp
+        if kind.__name__ == "DTensor" and kind.__module__.startswith("torch."):
+            return self._refuse_shard
+        if kind.__name__ == "DeviceMesh" or kind.__name__.startswith("ProcessGroup"):
+            return self._refuse_group
         return super()._choose_reducer(kind)
+
+    def _refuse_shard(self, tensor: Any) -> Any:
+        raise Refused("rank 0 has one shard only of a DTensor: gather it in the cell, with `.full_tensor()`")
+
+    def _refuse_group(self, group: Any) -> Any:
+        raise Refused("it holds the process group of the ranks, which ends with the cell")
 
     def _reduce_ddp(self, wrapper: Any) -> Any:
         """A DDP wrapper cannot exist without its process group; the module in it can."""

@@ -27,6 +27,8 @@ from taas_magic.wire import CellTask
 
 #: IPython's own names; they travel only where the user has bound them to something else.
 _SHELL_NAMES = ("In", "Out", "exit", "quit", "get_ipython", "open", "_ih", "_oh", "_dh", "_i", "_ii", "_iii")
+#: How many of the things that stayed on rank 0 for one reason are named.
+_NAMED_PATHS = 3
 
 
 def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, transform: Callable[[str], str]) -> None:
@@ -213,7 +215,7 @@ def _notices(outcome: RunOutcome) -> list[str]:
         names = ", ".join(f"`{name}`" for name in outcome.unwrapped)
         notices.append(f"{names} came home as the module inside (a DDP wrapper needs its process group)")
     if outcome.not_home:
-        lines = [f"  {path}: {reason}" for path, reason in outcome.not_home]
+        lines = [f"  {paths}: {reason}" for paths, reason in _by_reason(outcome.not_home)]
         notices.append("\n".join(["stayed on rank 0, the notebook keeps what it had:", *lines]))
     if not outcome.ended.home:
         reason = outcome.ended.detail or "rank 0 could not be reached"
@@ -224,6 +226,18 @@ def _notices(outcome: RunOutcome) -> list[str]:
     for what, path, ranks in _left_out(outcome):
         notices.append(f"{what}({path!r}) was left out on {ranks}: rank 0 writes it (--writes all lets every rank)")
     return notices
+
+
+def _by_reason(not_home: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """One line for all that stayed away for the same reason."""
+    groups: dict[str, list[str]] = {}
+    for path, reason in not_home:
+        groups.setdefault(reason, []).append(path)
+    lines = []
+    for reason, paths in groups.items():
+        more = f" and {len(paths) - _NAMED_PATHS} more" if len(paths) > _NAMED_PATHS else ""
+        lines.append((", ".join(paths[:_NAMED_PATHS]) + more, reason))
+    return lines
 
 
 def _left_out(outcome: RunOutcome) -> list[tuple[str, str, str]]:

@@ -17,6 +17,7 @@ from typing import Any
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.namespace.process_state import capture_random
 from taas_magic.namespace.track import Tracker
+from taas_magic.rank import output
 from taas_magic.wire import (
     AbortCollectives,
     Begin,
@@ -26,6 +27,7 @@ from taas_magic.wire import (
     InputLine,
     Message,
     PackAgain,
+    RankDisplay,
     RankHome,
     RankInput,
     Rescue,
@@ -85,6 +87,11 @@ class Control:
                 if self._interrupt_waits and not self.cell_is_over:
                     self._interrupt_waits = False
                     raise KeyboardInterrupt
+
+    def display(self, message: RankDisplay) -> None:
+        """Send what is to be displayed, in its place among what the streams hold."""
+        with output.in_order(self._channel.fileno()):
+            self.send(message)
 
     def ask(self, request: RankInput) -> str:
         """Ask the user for a line.

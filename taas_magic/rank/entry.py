@@ -73,7 +73,7 @@ class _Rank:
             self._shell,
             colors=self._task.colors,
             traceback_mode=self._task.traceback_mode,
-            send_display=lambda kind, content: control.send(RankDisplay(kind, content)),
+            send_display=lambda kind, content: control.display(RankDisplay(kind, content)),
             ask=lambda prompt, password: control.ask(RankInput(prompt, password)),
         )
         comms.install(lambda kind, content: control.send(RankDisplay(kind, content)))

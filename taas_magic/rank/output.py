@@ -11,9 +11,12 @@ import os
 import sys
 import termios
 import time
+from collections.abc import Iterator
 
 _libc = ctypes.CDLL(None)
 _ORDER_WAIT_S = 0.02
+#: The same for what is displayed, which is rarer.
+_DISPLAY_WAIT_S = 0.2
 _POLL_S = 0.0001
 
 
@@ -68,7 +71,7 @@ class _OrderedWriter(io.RawIOBase):
     def write(self, data: object) -> int:
         view = memoryview(data)  # type: ignore[arg-type]
         if self._last[0] != self._fd:
-            _await_empty(self._last[0])
+            _await_taken(self._last[0], termios.FIONREAD, _ORDER_WAIT_S)
             self._last[0] = self._fd
         done = 0
         while done < len(view):
@@ -76,11 +79,30 @@ class _OrderedWriter(io.RawIOBase):
         return len(view)
 
 
-def _await_empty(pipe_fd: int) -> None:
-    unread = array.array("i", [0])
-    deadline = time.monotonic() + _ORDER_WAIT_S
+@contextlib.contextmanager
+def in_order(socket_fd: int) -> Iterator[None]:
+    """Send something over a socket in its place between what is written before it and after it.
+
+    As with two pipes, the runner could not tell the order: what was printed behind ``clear_output()`` would be cleared.
+    """
+    with contextlib.suppress(OSError):
+        for pipe_fd in (1, 2):
+            _await_taken(pipe_fd, termios.FIONREAD, _DISPLAY_WAIT_S)
+    yield
+    with contextlib.suppress(OSError):
+        _await_taken(socket_fd, termios.TIOCOUTQ, _DISPLAY_WAIT_S)
+
+
+def _await_taken(fd: int, request: int, seconds: float) -> None:
+    """Wait until the runner has taken all out of a pipe or socket, but no longer than this.
+
+    Raises:
+        OSError: the descriptor is of another kind.
+    """
+    untaken = array.array("i", [0])
+    deadline = time.monotonic() + seconds
     while True:
-        fcntl.ioctl(pipe_fd, termios.FIONREAD, unread)
-        if unread[0] == 0 or time.monotonic() > deadline:
+        fcntl.ioctl(fd, request, untaken)
+        if untaken[0] == 0 or time.monotonic() > deadline:
             return
         time.sleep(_POLL_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from taas_magic.wire import Death, FailureReport
 
 
@@ -47,3 +49,12 @@ def is_consequence(report: FailureReport) -> bool:
     """Whether an exception says no more than that a peer has gone."""
     text = report.message.lower()
     return any(sign in text for sign in _PEER_GONE)
+
+
+def uneven_hint(failure: FailureReport | None, finished: Collection[int]) -> str:
+    """What to say where a collective broke because a peer was through with the cell; "" where that is not the case."""
+    if failure is None or not is_consequence(failure) or not finished:
+        return ""
+    ranks = sorted(finished)
+    who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} were"
+    return f"{who} through with the cell by then: not all ranks make the same collective calls (uneven batches?)"

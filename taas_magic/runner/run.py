@@ -14,7 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.runner.cause import choose_cause
+from taas_magic.runner.cause import choose_cause, uneven_hint
 from taas_magic.runner.hints import death_hint, oom_kills
 from taas_magic.runner.output_log import OutputLog
 from taas_magic.runner.phases import StopCause
@@ -282,8 +282,7 @@ class Run:
         """Carry out what a rank says; takes the descriptors that it keeps off the list."""
         now = time.monotonic()
         if isinstance(message, RankDisplay):
-            # The rank flushed its streams before: what they hold comes first.
-            self._read_pipes(rank)
+            # The rank has waited until its pipes were empty; what is in them now was written afterwards.
             self.log.append(rank.rank, message.kind, message.content, sealed=self._cursor)
             self.send_output()
         elif isinstance(message, CellStarted):
@@ -392,6 +391,7 @@ class Run:
             tail=self.log.tail(guilty, self._tail_lines) if is_hidden and guilty is not None else "",
             home=state.home.value == "taken",
             detail=state.detail or state.home_detail,
+            hint=uneven_hint(failure, set(state.done_at) - set(state.failures)),
         )
         self.send_output()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from taas_magic.runner.cause import choose_cause, is_consequence
+from taas_magic.runner.cause import choose_cause, is_consequence, uneven_hint
 from taas_magic.wire import Death, FailureReport
 
 PEER_GONE = (
@@ -69,3 +69,12 @@ def test_among_interrupts_alone_the_lowest_rank_speaks() -> None:
 
 def test_nothing_has_no_cause() -> None:
     assert choose_cause([], []) == (None, None, [], [])
+
+
+def test_who_was_through_is_named_where_a_collective_broke() -> None:
+    broken = report(1, "Connection closed by peer [127.0.0.1]:1", 0.0)
+    assert uneven_hint(broken, {0}).startswith("rank 0 was through with the cell by then")
+    assert uneven_hint(broken, {2, 0}).startswith("ranks 0, 2 were through")
+    assert uneven_hint(broken, ()) == ""
+    assert uneven_hint(report(1, "boo", 0.0), {0}) == ""
+    assert uneven_hint(None, {0}) == ""

@@ -116,6 +116,13 @@ def test_one_object_that_cannot_say_its_state_stays_alone(notebook: Notebook) ->
     assert any("door" in path and "is open" in reason for path, reason in trip.not_home.items()), trip.not_home
 
 
+def test_a_value_that_cannot_come_leaves_the_old_one_under_its_key(notebook: Notebook) -> None:
+    notebook.run("import threading\nhistory = {'a': 1, 'b': 2}; alias = history")
+    trip = notebook.cell("history['a'] = threading.Lock(); history['b'] = 3; history['c'] = threading.Lock()")
+    assert notebook["alias"] == {"a": 1, "b": 3}
+    assert set(trip.not_home) == {"history['a']", "history['c']"}
+
+
 def test_a_view_made_by_the_cell_keeps_its_array_alive(notebook: Notebook) -> None:
     notebook.run("import numpy as np, sys, torch\narray = np.arange(1000.0); references = sys.getrefcount(array)")
     notebook.cell("view = array[:5]; tensor = torch.from_numpy(array)[:5]")
