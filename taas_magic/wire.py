@@ -401,6 +401,8 @@ class Preloaded(Message, frozen=True):
 
     modules: list[str]
     seconds: float
+    #: All modules that it has now, those included that others brought along.
+    loaded: list[str] = []
 
 
 class PreloadRefused(Message, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def serve_preloaded(
             return
     gc.collect()
     gc.freeze()
-    channel.send(Preloaded(order.modules, time.monotonic() - started))
+    channel.send(Preloaded(order.modules, time.monotonic() - started, sorted(sys.modules)))
     serve(channel)
 
 

@@ -33,11 +33,17 @@ class Preloading:
         """Fork a zygote for what is wanted, if that is new and nothing runs."""
         if not is_idle or self._wanted is None:
             return
-        order, self._wanted = self._wanted, None
+        order, current = self._wanted, self._current
         modules = [name for name in order.modules if name not in self.refused]
-        current = self._current
-        if current is not None and current.modules == modules and current.environment == order.environment:
-            return
+        if current is not None and current.environment == order.environment:
+            if not current.is_ready:
+                # What it imports may bring along what is new; that will be seen when it is done.
+                return
+            # A module that could not be imported there would not be on a second try either.
+            if current.loaded.union(current.modules).issuperset(modules):
+                self._wanted = None
+                return
+        self._wanted = None
         self.close()
         if modules:
             self._current = self._zygote.fork_preloaded(modules, order.environment)
@@ -50,10 +56,10 @@ class Preloading:
         try:
             for message, _ in current.channel.receive_available():
                 if isinstance(message, Preloaded):
-                    current.is_ready = True
+                    current.is_ready, current.loaded = True, frozenset(message.loaded)
                 elif isinstance(message, PreloadRefused):
                     self.refused[message.module] = message.reason
-                    self._wanted = Preload(current.modules, current.environment)
+                    self._wanted = self._wanted or Preload(current.modules, current.environment)
         except ChannelClosedError:
             self.close()
 

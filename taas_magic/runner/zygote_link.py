@@ -98,6 +98,8 @@ class PreloadedZygote:
     modules: list[str]
     environment: dict[str, str]
     is_ready: bool = False
+    #: All modules that it has, once it is ready.
+    loaded: frozenset[str] = frozenset()
 
 
 @dataclass
