@@ -7,7 +7,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+import traceback
+from collections.abc import Callable, Collection
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +36,27 @@ def die_with_parent(parent_pid: int) -> None:
 def outlive_parent() -> None:
     """Undo :func:`die_with_parent`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def fork(body: Callable[[], None]) -> int:
+    """Fork a process that runs ``body`` and ends: with 0, 1 after an exception, or what ``sys.exit`` says.
+
+    Returns:
+        The pid of the new process.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        body()
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the process ends here
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def children_of(pid: int) -> list[int]:

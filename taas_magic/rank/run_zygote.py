@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import setproctitle
@@ -99,22 +100,15 @@ class _RunZygote:
 
     def _fork_agent(self, order: PrepareRun) -> None:
         ours, theirs = Channel.pair()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._in_child(parent, lambda: self._run_agent(order, theirs))
+        self.agent_pid = self._fork(lambda: self._run_agent(order, theirs))
         theirs.close()
-        self.agent_pid = pid
         self.agent = Channel(ours, FromAgent)
         self._selector.register(self.agent.fileno(), selectors.EVENT_READ, self._hear_agent)
 
     def _run_agent(self, order: PrepareRun, sock: socket.socket) -> None:
         from taas_magic.rank.agent import run_agent
 
-        self.runner.close()
-        for fds in self.descriptors.values():
-            for fd in fds:
-                os.close(fd)
+        self._close_descriptors()
         run_agent(order, sock)
 
     def _hear_agent(self) -> None:
@@ -131,40 +125,36 @@ class _RunZygote:
             self._selector.unregister(self.agent.fileno())
 
     def _fork_rank(self, spawn: Spawn) -> None:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._in_child(parent, lambda: self._run_rank(spawn))
-        self.pids[spawn.rank] = pid
-        self._tell(RankForked(spawn.rank, pid))
+        self.pids[spawn.rank] = self._fork(lambda: self._run_rank(spawn))
+        self._tell(RankForked(spawn.rank, self.pids[spawn.rank]))
 
     def _run_rank(self, spawn: Spawn) -> None:
         from taas_magic.rank import entry
 
         stdout, stderr, control = self.descriptors.pop(spawn.rank)
-        for fds in self.descriptors.values():
-            for fd in fds:
-                os.close(fd)
-        self.runner.close()
+        self._close_descriptors()
         if self.agent is not None:
             self.agent.close()
         entry.run_rank(spawn, stdout, stderr, socket.socket(fileno=control))
 
-    def _in_child(self, parent: int, body: object) -> None:
-        """Run a forked child to its end; never returns."""
-        status = 1
-        try:
+    def _fork(self, body: Callable[[], None]) -> int:
+        """Fork a process of the run, which has nothing of ours but what ``body`` uses."""
+        parent = os.getpid()
+
+        def be_child() -> None:
             self._child_watch.close()
             self._selector.close()
             processes.die_with_parent(parent)
-            body()  # type: ignore[operator]
-            status = 0
-        except BaseException:  # noqa: BLE001 - the process ends here
-            import traceback
+            self.runner.close()
+            body()
 
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+        return processes.fork(be_child)
+
+    def _close_descriptors(self) -> None:
+        """Close the ends that belong to other processes of the run."""
+        for fds in self.descriptors.values():
+            for fd in fds:
+                os.close(fd)
 
     # -- children ------------------------------------------------------------------------------------------------
 

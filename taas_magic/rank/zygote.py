@@ -88,12 +88,13 @@ def _import_what_ranks_use() -> None:
 def _count_gpus() -> int:
     """Count CUDA devices in a fork: asking may initialise CUDA, after which nothing could be forked."""
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def count() -> None:
         import torch
 
         os.write(writer, b"%d" % torch.cuda.device_count())
-        os._exit(0)
+
+    pid = processes.fork(count)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()
@@ -129,16 +130,12 @@ def _serve(channel: Channel[ToZygote]) -> None:
 def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, control_fd: int) -> int:
     from taas_magic.rank import run_zygote
 
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            channel.close()
-            watch.close()
-            run_zygote.serve(socket.socket(fileno=control_fd))
-            status = 0
-        finally:
-            os._exit(status)
+    def be_run_zygote() -> None:
+        channel.close()
+        watch.close()
+        run_zygote.serve(socket.socket(fileno=control_fd))
+
+    pid = processes.fork(be_run_zygote)
     os.close(control_fd)
     return pid
 
@@ -147,17 +144,14 @@ def _fork_preloaded(
     channel: Channel[ToZygote], watch: processes.ChildWatch, order: ForkPreloaded, socket_fd: int
 ) -> int:
     parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            channel.close()
-            watch.close()
-            processes.die_with_parent(parent)
-            preload.serve_preloaded(Channel(socket.socket(fileno=socket_fd), ToZygote), order, _serve)
-            status = 0
-        finally:
-            os._exit(status)
+
+    def be_zygote() -> None:
+        channel.close()
+        watch.close()
+        processes.die_with_parent(parent)
+        preload.serve_preloaded(Channel(socket.socket(fileno=socket_fd), ToZygote), order, _serve)
+
+    pid = processes.fork(be_zygote)
     os.close(socket_fd)
     return pid
 
