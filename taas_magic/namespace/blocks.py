@@ -261,8 +261,7 @@ class IncomingBlocks:
             raise ValueError(f"not a parcel: it starts with {magic!r}, expected {_MAGIC!r}")
         manifest_bytes = self.buffer[manifest_offset : manifest_offset + manifest_size]
         self.manifest = msgspec.msgpack.decode(manifest_bytes, type=Manifest)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._pristine_base = _address_of_readonly(self._pristine)
+        self._base, self._pristine_base = address_of(self._map), address_of(self._pristine)
         blocks = [(extent.file_offset, number) for number, extent in enumerate(self.manifest.blocks) if extent.nbytes]
         blocks.sort()
         self._offsets = [offset for offset, _ in blocks]
@@ -314,14 +313,14 @@ class IncomingBlocks:
         return bool(_libc.memcmp(here, there, extent.nbytes))
 
 
-def _address_of_readonly(mapping: mmap.mmap) -> int:
-    """The address of a read-only mapping, which ctypes refuses to take a pointer to."""
-    pointer = ctypes.py_object(mapping)
-    buffer = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(pointer, ctypes.byref(buffer), 0)
-    address = int(buffer.buf)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address
+def address_of(buffer: Any) -> int:
+    """Where a contiguous buffer lies; 0 for an empty one. ctypes by itself refuses to point at what is read-only."""
+    view = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(buffer), ctypes.byref(view), 0)
+    try:
+        return int(view.buf or 0) if view.len else 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
 
 
 class _PyBuffer(ctypes.Structure):

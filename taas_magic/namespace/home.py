@@ -83,8 +83,7 @@ def load_homecoming(fd: int, packed: PackedNamespace, main: dict[str, Any]) -> H
     home = Homecoming(_incoming=incoming)
     copy_below_bytes = max(_COPY_BELOW_BYTES, len(incoming.buffer) // 2)
     context = Loading(incoming, main, packed.blocks, copy_below_bytes=copy_below_bytes)
-    buffers = [context.view(number) for number in incoming.manifest.out_of_band]
-    unpickler = _HomeUnpickler(io.BytesIO(incoming.stream), packed.origins, buffers)
+    unpickler = _HomeUnpickler(io.BytesIO(incoming.stream), packed.origins, context.buffers)
     with loading(context):
         for label, _ in incoming.manifest.records:
             try:

@@ -303,10 +303,10 @@ def diagnose(main: dict[str, Any], name: str) -> Culprit | None:
     return find_culprit(name, main[name], lambda obj: try_pickle(main, obj))
 
 
-def try_pickle(main: dict[str, Any], obj: Any, **options: Any) -> BaseException | None:
+def try_pickle(main: dict[str, Any], obj: Any) -> BaseException | None:
     """Pickle ``obj`` alone, keeping nothing; the error, or None."""
     try:
-        NamespacePickler(_Nowhere(), main, OutgoingBlocks(), **options).dump(obj)
+        NamespacePickler(_Nowhere(), main, OutgoingBlocks()).dump(obj)
     except Exception as error:  # noqa: BLE001 - whatever keeps it from being pickled
         return error
     return None
@@ -323,9 +323,8 @@ def pack_value(main: dict[str, Any], value: Any) -> Parcel:
 def load_value(fd: int, main: dict[str, Any]) -> Any:
     """Load the value of a parcel from :func:`pack_value`."""
     incoming = IncomingBlocks(fd)
-    buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]
-    with loading(Loading(incoming, main)), without_warnings():
-        return pickle.Unpickler(io.BytesIO(incoming.stream), buffers=buffers).load()
+    with loading(Loading(incoming, main)) as context, without_warnings():
+        return pickle.Unpickler(io.BytesIO(incoming.stream), buffers=context.buffers).load()
 
 
 class _Nowhere:
@@ -339,15 +338,11 @@ class ReceivedNamespace:
 
     Attributes:
         incoming: The mapped parcel.
-        values: The names and their values.
-        process_state: The record that came with the names.
         sources: Source text and execution count by code file name.
         memo: The loaded objects by their memo number.
     """
 
     incoming: IncomingBlocks
-    values: dict[str, Any]
-    process_state: Any
     sources: dict[str, tuple[str, int | None]]
     memo: dict[int, Any]
 
@@ -361,10 +356,10 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
         before_names: Called with the process state before the first name is loaded: ``sys.path`` must be right by then.
     """
     incoming = IncomingBlocks(fd)
-    buffers = [incoming.view(number) for number in incoming.manifest.out_of_band]
-    unpickler = pickle.Unpickler(io.BytesIO(incoming.stream), buffers=buffers)
-    received = ReceivedNamespace(incoming, {}, None, {}, {})
-    with loading(Loading(incoming, main)):
+    context = Loading(incoming, main)
+    unpickler = pickle.Unpickler(io.BytesIO(incoming.stream), buffers=context.buffers)
+    sources: dict[str, tuple[str, int | None]] = {}
+    with loading(context):
         for label, _ in incoming.manifest.records:
             try:
                 with without_warnings():
@@ -373,12 +368,10 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
                 error.add_note(f"while `{label}` of the notebook was loaded in the rank")
                 raise
             if label == STATE_RECORD:
-                received.process_state = pickle.loads(value)
                 if before_names is not None:
-                    before_names(received.process_state)
+                    before_names(pickle.loads(value))
             elif label == SOURCES_RECORD:
-                received.sources = value
+                sources = value
             else:
-                received.values[label] = main[label] = value
-    received.memo = unpickler.memo.copy()
-    return received
+                main[label] = value
+    return ReceivedNamespace(incoming, sources, unpickler.memo.copy())

@@ -27,7 +27,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_internals
 
 from taas_magic.namespace import rebuild
-from taas_magic.namespace.blocks import OutgoingBlocks
+from taas_magic.namespace.blocks import OutgoingBlocks, address_of
 
 #: Finds the block of the receiver in which an address of this process lies: (number, offset from the owner's start).
 Locate = Callable[[int], "tuple[int, int] | None"]
@@ -193,11 +193,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Take an out-of-band buffer (pandas, Arrow, array subclasses) as a block; False tells pickle it is taken."""
-        import numpy as np
-
         raw = buffer.raw()
-        address = int(np.frombuffer(raw, np.uint8).ctypes.data) if raw.nbytes else 0
-        number = self._blocks.enter(address, raw.nbytes, raw, writable=not raw.readonly)
+        number = self._blocks.enter(address_of(raw), raw.nbytes, raw, writable=not raw.readonly)
         self._blocks.blocks[number].use(0, raw.nbytes)
         self.out_of_band.append(number)
         return False
@@ -252,15 +249,14 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         return entry
 
     def _reduce_storage(self, storage: Any) -> Any:
-        entry = self._storage(storage)
-        self._use(entry.reference, entry.shift, entry.shift + storage.nbytes())
+        entry, nbytes = self._storage(storage), storage.nbytes()
+        self._use(entry.reference, entry.shift, entry.shift + nbytes)
+        if entry.shift:
+            return rebuild.part_of_block, (entry.reference, entry.shift, nbytes)
         return rebuild.identity, (entry,)
 
     def _reduce_typed_storage(self, typed: Any) -> Any:
-        storage = typed._untyped_storage
-        entry = self._storage(storage)
-        self._use(entry.reference, 0, storage.nbytes())
-        return rebuild.typed_storage, (entry, typed.dtype)
+        return rebuild.typed_storage, (typed._untyped_storage, typed.dtype)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         import torch

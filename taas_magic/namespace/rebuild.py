@@ -46,6 +46,11 @@ class Loading:
             return view
         return self._copies.setdefault(reference, memoryview(bytearray(view)))
 
+    @property
+    def buffers(self) -> list[memoryview]:
+        """What serves the pickle's out-of-band buffers, in the order of the stream."""
+        return [self.view(number) for number in self.incoming.manifest.out_of_band]
+
     def memory(self, reference: int) -> tuple[memoryview, int]:
         """The bytes of a block and the offset, from its owner's start, of the first of them."""
         if reference >= 0:
@@ -176,6 +181,15 @@ def storage(reference: int, device: str) -> Any:
         flat = torch.empty(0, dtype=torch.uint8).set_(result)
         result = flat.to("cuda").untyped_storage()
     return result
+
+
+def part_of_block(reference: int, offset: int, nbytes: int) -> Any:
+    """An untyped torch storage over ``nbytes`` of a block, ``offset`` bytes from its owner's start."""
+    import torch
+
+    memory, start = _active[-1].memory(reference)
+    part = memory[offset - start : offset - start + nbytes]
+    return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
 
 
 def tensor(  # noqa: PLR0917 - pickles call it

@@ -18,7 +18,7 @@ from typing import Any
 
 from taas_magic.namespace import rebuild
 from taas_magic.namespace.aspects import KEPT, SAME, Aspect, aspects_of, has_own_state, is_immutable
-from taas_magic.namespace.blocks import OutgoingBlocks, Parcel, view_of_memory, write_parcel
+from taas_magic.namespace.blocks import OutgoingBlocks, Parcel, address_of, view_of_memory, write_parcel
 from taas_magic.namespace.pack import ReceivedNamespace
 from taas_magic.namespace.pickler import MainGlobals, NamespacePickler, Refused
 
@@ -357,10 +357,8 @@ class _DigestPickler(_HomePickler):
         self.buffer_digests: list[Any] = []
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        import numpy as np
-
         raw = buffer.raw()
-        address = int(np.frombuffer(raw, np.uint8).ctypes.data) if raw.nbytes else 0
+        address = address_of(raw)
         located = self._locate(address) if self._locate is not None and address else None
         if located is not None and self._tracker._incoming.extent(located[0]).writable:
             self.buffer_digests.append((*located, raw.nbytes))

@@ -59,6 +59,15 @@ STORIES = [
         """,
     ),
     Story(
+        "a storage that is part of an array's memory",
+        """
+        import numpy as np, torch
+        array = np.arange(64, dtype=np.uint8); storage = torch.from_numpy(array[16:48]).untyped_storage()
+        """,
+        "seen = storage.nbytes(), storage[0]; array[17] = 99; same = storage[1]; storage[2] = 77",
+        "assert seen == (32, 16) and same == 99 and array[17] == storage[1] == 99 and array[18] == storage[2] == 77",
+    ),
+    Story(
         "an instance of another class now",
         "class A: pass\nclass B(A):\n    def name(self): return 'B'\nthing = A(); alias = thing",
         "thing.__class__ = B; thing.q = 1",
