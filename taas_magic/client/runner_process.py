@@ -76,10 +76,6 @@ class RunnerProcess:
         """Whether its process has not ended."""
         return self.process.poll() is None
 
-    def fileno(self) -> int:
-        """The descriptor that says when a message may have come."""
-        return int(self._socket.fileno())
-
     # -- messages ------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:

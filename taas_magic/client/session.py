@@ -16,6 +16,7 @@ from taas_magic.client.runner_process import RunnerProcess
 from taas_magic.errors import PlacementError, RunnerLostError, TaasError
 from taas_magic.pragma import Pragma
 from taas_magic.settings import Settings
+from taas_magic.units import plural
 from taas_magic.wire import Denied, LogPiece, Preload, ReadLog, ReadStatus, Ready, Status
 
 _WARM_UP_S = 300.0
@@ -29,6 +30,13 @@ class Place:
 
     num_ranks: int
     rehearse: bool
+
+    @property
+    def notice(self) -> str:
+        """What to say of it at the head of the output; "" where there is nothing to say."""
+        if not self.rehearse:
+            return ""
+        return f"no GPU here: rehearsing {plural(self.num_ranks, 'rank')} on CPU; 'nccl' is answered by 'gloo'"
 
 
 class Session:
@@ -200,6 +208,3 @@ def place_locally(pragma: Pragma, num_gpus: int, settings: Settings) -> Place:
 def new_run_id() -> str:
     """A short id that no other run of this notebook has."""
     return f"{time.strftime('%H%M%S')}-{secrets.token_hex(2)}"
-
-
-__all__ = ["Place", "Session", "new_run_id", "place_locally"]

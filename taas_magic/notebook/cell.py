@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,20 +50,23 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     settings = load_settings(Path.cwd(), os.environ)
     environment = _environment(pragma)
     session.warm_up()
+    # IPython's transformation takes milliseconds a magic, and is asked for more than once.
+    transform = functools.cache(transform)
     names = _names(shell, parsed.code, transform)
-    if pragma.dry_run:
-        _show_plan(_pack(shell, names, pragma, environment), names)
-        return
     # Packed before the zygote is waited for: what cannot travel is said at once.
     packed = _pack(shell, names, pragma, environment)
     view = NotebookView(shell)
     try:
+        if pragma.dry_run:
+            print(describe_plan(packed, sorted(names.bound)))
+            return
         runner, ready = session.ready_runner(view)
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         num_gpus = visible_gpus(ready.num_gpus, runner.cuda_visible_devices, visible)
         place = place_locally(pragma, num_gpus, settings)
         request = _request(shell, parsed, packed, place, settings, environment)
-        _announce(view, place)
+        if place.notice:
+            view.notice(place.notice)
         _remember_source(shell, transform(parsed.code))
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
@@ -98,13 +102,6 @@ def number_of_cell(shell: InteractiveShell) -> int:
     """
     history = shell.history_manager
     return shell.execution_count if history is None else len(history.input_hist_raw) - 1
-
-
-def _show_plan(packed: PackedNamespace, names: CellNames) -> None:
-    try:
-        print(describe_plan(packed, sorted(names.bound)))
-    finally:
-        packed.parcel.close()
 
 
 def _refuse_unsupported(pragma: Pragma) -> None:
@@ -190,11 +187,6 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
     )
     show = None if pragma.show == "all" else sorted(pragma.show)
     return RunRequest(task, packed, show, settings.stop.grace_s, pragma.timeout_s)
-
-
-def _announce(view: NotebookView, place: Place) -> None:
-    if place.rehearse:
-        view.notice(f"no GPU here: rehearsing {plural(place.num_ranks, 'rank')} on CPU; 'nccl' is answered by 'gloo'")
 
 
 def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings: Settings) -> None:

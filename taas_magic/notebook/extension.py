@@ -10,7 +10,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.session import Session
-from taas_magic.errors import PragmaError
+from taas_magic.errors import PragmaError, TaasError
 from taas_magic.notebook.cell import rank_environment, run_cell
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
@@ -73,12 +73,7 @@ class Extension:
         if not self._is_transforming:
             return lines
         source = "".join(lines)
-        try:
-            if parse_cell(source) is None:
-                return lines
-        except PragmaError:
-            pass
-        return [f"get_ipython().run_cell_magic({_PRAGMA_MAGIC!r}, '', {source!r})\n"]
+        return [_call_of_our_magic(source)] if _has_pragma(source) else lines
 
     def run_pragma_cell(self, line: str, cell: str) -> None:
         """Run a cell whose head is a pragma."""
@@ -107,8 +102,6 @@ class Extension:
     @contextlib.contextmanager
     def errors_without_frames(self) -> Iterator[None]:
         """Show our own errors as their text: the frames of this package help nobody."""
-        from taas_magic.errors import TaasError
-
         try:
             yield
         except TaasError as error:
@@ -147,14 +140,8 @@ class Extension:
         statement by statement; so the next one is replaced by the whole cell's run, and those after it are passed over.
         """
         source = self._current_source()
-        if source is None:
-            return
-        try:
-            if parse_cell(source) is None:
-                return
-        except PragmaError:
-            pass
-        _RestOfCell(self, source).install()
+        if source is not None and _has_pragma(source):
+            _RestOfCell(self, source).install()
 
     def _current_source(self) -> str | None:
         history = self.shell.history_manager
@@ -191,10 +178,21 @@ class _RestOfCell:
         if self._has_run:
             return self._failed
         self._has_run = True
-        call = f"get_ipython().run_cell_magic({_PRAGMA_MAGIC!r}, '', {self._source!r})\n"
-        code = compile(call, "<taas>", "exec")
+        code = compile(_call_of_our_magic(self._source), "<taas>", "exec")
         self._failed = await self._run_code(code, result, async_=False)
         return self._failed
+
+
+def _has_pragma(source: str) -> bool:
+    """Whether a cell has a pragma, valid or not: what is wrong with it is said when the cell runs."""
+    try:
+        return parse_cell(source) is not None
+    except PragmaError:
+        return True
+
+
+def _call_of_our_magic(source: str) -> str:
+    return f"get_ipython().run_cell_magic({_PRAGMA_MAGIC!r}, '', {source!r})\n"
 
 
 _extensions: dict[int, Extension] = {}

@@ -35,10 +35,15 @@ def redirect(stdout_fd: int, stderr_fd: int) -> None:
 
 def flush() -> None:
     """Send on what Python and C hold back; a process that ends by ``os._exit`` would lose it."""
+    flush_python()
+    _libc.fflush(None)
+
+
+def flush_python() -> None:
+    """Send on what Python holds back; the cell may have put streams of its own in place of ours."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    _libc.fflush(None)
 
 
 def _stream(fd: int, last: list[int]) -> io.TextIOWrapper:

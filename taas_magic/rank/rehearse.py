@@ -54,12 +54,6 @@ to do: take the device from taas.device(), which is the rank's GPU where there i
   with Lightning, Trainer(accelerator="auto")."""
 
 
-def notice(num_ranks: int) -> str:
-    """The line at the head of a rehearsal's output."""
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    return f"taas: no GPU here: rehearsing {ranks} on CPU, 'nccl' is answered by 'gloo'"
-
-
 def install() -> None:
     """Answer for the CPU, from here on and in this process, what names NCCL or a CUDA device.
 

@@ -23,6 +23,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from taas_magic.rank import output
 from taas_magic.wire import DisplayKind
 
 #: Sends something to display to the runner: kind ("display", "update", "clear", "result") and JSON content.
@@ -40,7 +41,6 @@ class RankShell(InteractiveShell):
     send_display: SendDisplay
     #: What is being run; the display hook looks whether it ends with a semicolon.
     current_source: str
-    ask_user: AskUser
 
     def init_prompts(self) -> None:
         """Leave ``sys.ps1`` alone, unlike the base class."""
@@ -127,9 +127,7 @@ class RankDisplayHook(DisplayHook):
 
 
 def _send(shell: Any, kind: DisplayKind, content: dict[str, Any]) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    output.flush_python()
     shell.send_display(kind, json.dumps(content, default=_jsonable).encode())
 
 

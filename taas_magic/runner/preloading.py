@@ -73,10 +73,8 @@ class Preloading:
 
         Libraries read variables when they are imported, so another environment needs other imports.
         """
-        current = self._current
-        if current is None or not current.is_ready or current.environment != environment:
-            return None
-        return current
+        ready = self.ready
+        return ready if ready is not None and ready.environment == environment else None
 
     def close(self) -> None:
         """End the preloaded zygote."""

@@ -75,6 +75,8 @@ from taas_magic.wire import (
 _WINDOW_BYTES = 1024 * 1024
 _READ_BYTES = 256 * 1024
 _READS_AT_ONCE = 16
+#: How many lines of a failed rank's output are handed on; the kernel quotes a choice of them.
+_TAIL_LINES = 200
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,6 @@ class Run:
         directory: The run's own directory; removed at the end.
         send: Sends a message to the kernel that submitted it.
         pids: Of the ranks that are forked already.
-        tail_lines: How many lines of a failed rank's output to hand on; the kernel quotes a choice of them.
     """
 
     def __init__(
@@ -105,7 +106,6 @@ class Run:
         send: Callable[[Message], None],
         *,
         pids: Mapping[int, int] = MappingProxyType({}),
-        tail_lines: int = 200,
     ) -> None:
         self.id = submit.task.run_id
         self.num_ranks = submit.task.num_ranks
@@ -129,7 +129,6 @@ class Run:
         #: Records that the kernel cannot load.
         self._excluded: list[str] = []
         self._oom_kills = oom_kills()
-        self._tail_lines = tail_lines
         for rank, pid in pids.items():
             self._forked(rank, pid)
 
@@ -388,7 +387,7 @@ class Run:
             other_deaths=deaths,
             late_deaths=state.late_deaths,
             left_out=state.left_out,
-            tail=self.log.tail(guilty, self._tail_lines) if is_hidden and guilty is not None else "",
+            tail=self.log.tail(guilty, _TAIL_LINES) if is_hidden and guilty is not None else "",
             home=state.home.value == "taken",
             detail=state.detail or state.home_detail,
             hint=uneven_hint(failure, set(state.done_at) - set(state.failures)),

@@ -49,7 +49,6 @@ from taas_magic.wire import (
 
 _KEPT_RUNS = 20
 _KEPT_BYTES = 2 * 2**30
-_LOG_PIECE_BYTES = 1024 * 1024
 
 
 class Server:
@@ -120,10 +119,9 @@ class Server:
             if self._run.state.concluded:
                 self._ending.append(self._run)
                 self._run = None
-        self._ending = [run for run in self._ending if not self._forget(run)]
-        is_idle = self._ready is not None and self._run is None and not self._ending
-        self._preloading.advance(is_idle=is_idle)
+        self._ending = [run for run in self._ending if not run.is_done]
         if self._ready is not None and self._run is None and not self._stop:
+            self._preloading.advance(is_idle=not self._ending)
             self._standby.advance(self._preloading.ready)
 
     def _sources(self) -> list[Source]:
@@ -138,10 +136,6 @@ class Server:
             if run is not None:
                 sources += run.sources()
         return sources
-
-    def _forget(self, run: Run) -> bool:
-        """Let go of a run whose processes are gone and whose end the kernel knows; its log is kept."""
-        return run.is_done
 
     def _kernel_ended(self) -> None:
         self._stop = self._kernel_has_ended = True

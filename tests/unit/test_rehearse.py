@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from taas_magic.client.session import Place
 from taas_magic.rank import rehearse
 
 ROOT = Path(__file__).parents[2]
@@ -496,8 +497,9 @@ def test_a_circle_of_contexts_ends() -> None:
 
 
 def test_notice() -> None:
-    assert rehearse.notice(4) == "taas: no GPU here: rehearsing 4 ranks on CPU, 'nccl' is answered by 'gloo'"
-    assert "1 rank on" in rehearse.notice(1)
+    assert Place(4, rehearse=True).notice == "no GPU here: rehearsing 4 ranks on CPU; 'nccl' is answered by 'gloo'"
+    assert "1 rank on" in Place(1, rehearse=True).notice
+    assert Place(4, rehearse=False).notice == ""
 
 
 if __name__ == "__main__":
