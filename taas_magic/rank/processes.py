@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +53,7 @@ def fork(body: Callable[[], None]) -> int:
         body()
         status = 0
     except SystemExit as ending:
-        status = ending.code if isinstance(ending.code, int) else 1
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
     finally:
@@ -78,16 +79,33 @@ def kill_descendants(spare: Collection[int] = ()) -> None:
         spare: Children that live on, with what descends from them.
     """
     deadline = time.monotonic() + _KILL_DEADLINE_S
+    killed: set[int] = set()
     while time.monotonic() < deadline:
         children = [child for child in children_of(os.getpid()) if child not in spare]
         if not children and not reap():
-            return
+            break
+        killed.update(children)
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         for child in children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)
+    _remove_shared_memory(killed)
+
+
+def _remove_shared_memory(pids: Collection[int]) -> None:
+    """Remove what killed processes left in /dev/shm.
+
+    Torch's loader workers name a segment and take the name away at once (torch 2.13, ``torch_<pid>_...``); who is killed
+    in between leaves it for ever.
+    """
+    if not pids:
+        return
+    with contextlib.suppress(OSError):
+        for segment in Path("/dev/shm").glob("torch_*"):
+            if segment.name.split("_")[1] in map(str, pids):
+                segment.unlink(missing_ok=True)
 
 
 class ChildWatch:

@@ -44,6 +44,8 @@ _WANTS_CUDA_TEXTS = (
     r"no CUDA-capable device is detected",
     r"no GPUs found",
     r"Unexpected error from cudaGetDeviceCount",
+    r"CUDA driver version is insufficient",
+    r"invalid argument to (?:reset_)?\w*memory_stats",
 )
 _WANTS_CUDA = re.compile("|".join(_WANTS_CUDA_TEXTS))
 
