@@ -97,13 +97,13 @@ def kill_descendants(spare: Collection[int] = ()) -> None:
 def _remove_shared_memory(pids: Collection[int]) -> None:
     """Remove what killed processes left in /dev/shm.
 
-    Torch's loader workers name a segment and take the name away at once (torch 2.13, ``torch_<pid>_...``); who is killed
-    in between leaves it for ever.
+    Torch's loader workers name a segment and take the name away at once (torch 2.13, ``torch_<pid>_...``); who is
+    killed in between leaves it for ever.
     """
     if not pids:
         return
     with contextlib.suppress(OSError):
-        for segment in Path("/dev/shm").glob("torch_*"):
+        for segment in Path("/dev/shm").glob("torch_*"):  # noqa: S108 - nothing is made there
             if segment.name.split("_")[1] in map(str, pids):
                 segment.unlink(missing_ok=True)
 

@@ -307,3 +307,15 @@ def warm_notebook(directory: Path, environment: Mapping[str, str] | None = None)
     with Notebook(directory, environment, extension=True) as notebook:
         notebook.run("#pragma taas --gpus 1\npass", timeout=120).ok()
         yield notebook
+
+
+def ranks(notebook: Notebook, source: str, num_ranks: int = 2, flags: str = "") -> CellResult:
+    """Run a cell on ranks."""
+    return notebook.run(f"#pragma taas --gpus {num_ranks} {flags}\n{source}")
+
+
+def value(notebook: Notebook, expression: str) -> str:
+    """What the notebook shows of an expression."""
+    result = notebook.run(expression).ok().result
+    assert result is not None
+    return result

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process.kernel import CellResult, Notebook, warm_notebook
+from process.kernel import Notebook, ranks, value, warm_notebook
 from process.watch import await_condition, titled
 
 #: What an inherited environment may hold when a notebook runs on a cluster.
@@ -40,16 +40,6 @@ def settled(notebook: Notebook) -> Iterator[None]:
     yield
     zygotes = "taas: zygote (preloaded)"
     await_condition(lambda: len(titled(notebook.pid, zygotes)) <= 1, "the end of the old preloaded zygote", 30)
-
-
-def ranks(notebook: Notebook, source: str, num_ranks: int = 2, flags: str = "") -> CellResult:
-    return notebook.run(f"#pragma taas --gpus {num_ranks} {flags}\n{source}")
-
-
-def value(notebook: Notebook, expression: str) -> str:
-    result = notebook.run(expression).ok().result
-    assert result is not None
-    return result
 
 
 # ---- the cell as a text

@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process.kernel import CellResult, Notebook, warm_notebook
+from process.kernel import Notebook, ranks, warm_notebook
 
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory, private_temp: Path, started_once: None) -> Iterator[Notebook]:
     with warm_notebook(tmp_path_factory.mktemp("project")) as notebook:
         yield notebook
-
-
-def ranks(notebook: Notebook, source: str, num_ranks: int = 2, flags: str = "") -> CellResult:
-    return notebook.run(f"#pragma taas --gpus {num_ranks} {flags}\n{source}")
 
 
 # ---- streams

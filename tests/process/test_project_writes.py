@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process.kernel import CellResult, Notebook, warm_notebook
+from process.kernel import Notebook, ranks, value, warm_notebook
 
 from taas_magic.rank import landlock
 
@@ -24,16 +24,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory, private_temp: Path, start
 @pytest.fixture
 def project(notebook: Notebook) -> Path:
     return notebook.directory
-
-
-def ranks(notebook: Notebook, source: str, num_ranks: int = 2, flags: str = "") -> CellResult:
-    return notebook.run(f"#pragma taas --gpus {num_ranks} {flags}\n{source}")
-
-
-def value(notebook: Notebook, expression: str) -> str:
-    result = notebook.run(expression).ok().result
-    assert result is not None
-    return result
 
 
 def test_a_save_without_a_guard_works_and_is_reported_once(notebook: Notebook, project: Path) -> None:

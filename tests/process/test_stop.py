@@ -167,25 +167,32 @@ def test_children_do_not_outlive_a_cell_that_ends_well(notebook: Notebook) -> No
     await_condition(lambda: not newcomers(), "the cell's children to go")
 
 
+@pytest.fixture
+def long_grace(notebook: Notebook) -> Iterator[None]:
+    """Such a grace time that only further interrupts end a run that ignores the first."""
+    settings = notebook.directory / "taas.toml"
+    usual = settings.read_text()
+    settings.write_text("[stop]\ngrace_s = 60\n")
+    yield
+    settings.write_text(usual)
+
+
 def test_a_second_interrupt_does_not_wait_for_the_grace_time(
-    notebook: Notebook, trained: Callable[[CellResult], None]
+    notebook: Notebook, long_grace: None, trained: Callable[[CellResult], None]
 ) -> None:
-    notebook.directory.joinpath("taas.toml").write_text("[stop]\ngrace_s = 60\n")
     run = start_run(notebook, SWALLOWS.replace("pass", "print('ignored', flush=True)"))
     notebook.interrupt()
     notebook.wait_for_output("ignored")
     notebook.interrupt()
     cell = notebook.wait(SOON_S)
-    notebook.directory.joinpath("taas.toml").write_text(f"[stop]\ngrace_s = {GRACE_S}\n")
     assert_interrupted(cell)
     assert "stopping harder" in cell.stderr
     await_gone(run, SOON_S)
     trained(cell)
 
 
-def test_a_third_interrupt_kills(notebook: Notebook) -> None:
+def test_a_third_interrupt_kills(notebook: Notebook, long_grace: None) -> None:
     """Rank 0 cannot even pack: what it computes in C never lets go of the interpreter."""
-    notebook.directory.joinpath("taas.toml").write_text("[stop]\ngrace_s = 60\n")
     notebook.run("epoch = 0").ok()
     ignoring = SWALLOWS.replace("pass", "print('ignored', flush=True)").replace("\n", "\n    ")
     sticks = "print('stuck', flush=True); sum(range(10**13))"
@@ -199,7 +206,6 @@ def test_a_third_interrupt_kills(notebook: Notebook) -> None:
     notebook.wait_for_output("stopping harder")
     notebook.interrupt()
     cell = notebook.wait(SOON_S)
-    notebook.directory.joinpath("taas.toml").write_text(f"[stop]\ngrace_s = {GRACE_S}\n")
     assert_interrupted(cell)
     assert "nothing came home, the notebook is as it was before the cell" in cell.stderr
     assert notebook.run("epoch").result == "0"

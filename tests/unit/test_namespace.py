@@ -22,6 +22,16 @@ class Story:
     cell: str
     after: str
 
+    def tell(self, notebook: Notebook, where: str) -> None:
+        """Go through the story, with the cell "elsewhere" or in the notebook itself."""
+        notebook.run(textwrap.dedent(self.before))
+        if where == "elsewhere":
+            trip = notebook.cell(textwrap.dedent(self.cell))
+            assert (trip.not_home, trip.problems, trip.refused) == ({}, [], {})
+        else:
+            notebook.run(textwrap.dedent(self.cell))
+        notebook.run(textwrap.dedent(self.after))
+
 
 STORIES = [
     Story(
@@ -447,14 +457,7 @@ STORIES = [
 @pytest.mark.parametrize("where", ["in the notebook", "elsewhere"])
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_a_cell_does_what_it_would_have_done_here(notebook: Notebook, story: Story, where: str) -> None:
-    notebook.run(textwrap.dedent(story.before))
-    cell = textwrap.dedent(story.cell)
-    if where == "elsewhere":
-        trip = notebook.cell(cell)
-        assert (trip.not_home, trip.problems, trip.refused) == ({}, [], {})
-    else:
-        notebook.run(cell)
-    notebook.run(textwrap.dedent(story.after))
+    story.tell(notebook, where)
 
 
 def test_what_the_cell_changed_before_it_failed_comes_home(notebook: Notebook) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import warnings
 
 import pytest
@@ -210,13 +209,7 @@ def test_a_cell_does_what_it_would_have_done_here(notebook: Notebook, story: Sto
     with warnings.catch_warnings():
         # What torch says of the beta state of CSR and of its quantised tensors is no business of these tests.
         warnings.filterwarnings("ignore", message=".*(Sparse CSR|sparse_csr|quantize|torch.ao|TypedStorage)")
-        notebook.run(textwrap.dedent(story.before))
-        if where == "elsewhere":
-            trip = notebook.cell(textwrap.dedent(story.cell))
-            assert (trip.not_home, trip.problems, trip.refused) == ({}, [], {})
-        else:
-            notebook.run(textwrap.dedent(story.cell))
-        notebook.run(textwrap.dedent(story.after))
+        story.tell(notebook, where)
 
 
 def test_of_a_big_array_only_what_a_view_reaches_is_sent(notebook: Notebook) -> None:

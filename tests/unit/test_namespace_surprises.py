@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 from unit.roundtrip import Notebook
 from unit.test_namespace import Story
@@ -97,16 +95,10 @@ STORIES = [
 ]
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("where", ["in the notebook", "elsewhere"])
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_a_cell_does_what_it_would_have_done_here(notebook: Notebook, story: Story, where: str) -> None:
-    notebook.run(textwrap.dedent(story.before))
-    if where == "elsewhere":
-        trip = notebook.cell(textwrap.dedent(story.cell))
-        assert (trip.problems, trip.not_home) == ([], {})
-    else:
-        notebook.run(textwrap.dedent(story.cell))
-    notebook.run(textwrap.dedent(story.after))
+    story.tell(notebook, where)
 
 
 def test_one_object_that_cannot_say_its_state_stays_alone(notebook: Notebook) -> None:

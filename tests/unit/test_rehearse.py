@@ -337,7 +337,7 @@ def _trigger_errors() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     names = {"torch": torch, "load": _load_what_was_saved_from_a_gpu, "gloo": gloo, "store": dist.HashStore()}
-    notes = {}
+    notes: dict[str, list[str | None]] = {}
     if torch.version.cuda is not None:
         notes["has cuda"] = []
     for name, code in {**TRIGGERS, **UNRELATED}.items():
