@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -53,6 +54,10 @@ class Control:
         #: Whether this rank may close connections to free its peers and itself; rank 0 may not, it has work to save.
         self.may_close_connections = False
         self.cell_is_over = False
+
+    def has_message(self) -> bool:
+        """Whether the runner has said something that is not read yet."""
+        return bool(select.select([self._channel.fileno()], [], [], 0)[0])
 
     def await_task(self) -> tuple[CellTask, int]:
         """Wait for the task and its parcel. A rank on standby may wait for long, and ends when it is not needed."""

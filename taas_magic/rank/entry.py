@@ -49,6 +49,9 @@ def run_rank(spawn: Spawn, stdout_fd: int, stderr_fd: int, control_socket: socke
     # A crash in native code leaves the Python line that led to it in the rank's output.
     faulthandler.enable(all_threads=False)
     control = Control(control_socket)
+    if not control.has_message():
+        # Time to spare: the pages that every cell writes are copied from the zygote's now, not when the cell is there.
+        shell.RankShell.instance().run_empty_cell()
     task, parcel_fd = control.await_task()
     succeeded = _Rank(spawn, task, parcel_fd).run(control)
     _end(0 if succeeded else 1)

@@ -72,6 +72,10 @@ class RankShell(InteractiveShell):
         result: ExecutionResult = self.run_cell(source, store_history=False, silent=False)  # type: ignore[no-untyped-call, unused-ignore]
         return result
 
+    def run_empty_cell(self) -> None:
+        """Run a cell that leaves nothing behind, for what running one touches."""
+        self.run_source("None", 1)
+
     def structured_traceback(self, error: BaseException) -> list[str]:
         """Format an exception as a notebook shows it, starting in the cell's own code."""
         tb_offset = 0 if isinstance(error, SyntaxError) else 1
@@ -154,9 +158,7 @@ def prepare_shell() -> RankShell:
             delattr(sys, name)
     _format_a_traceback(shell)
     # A first cell imports and compiles what every later one uses: ten milliseconds, which no rank has to spend then.
-    shell.run_source("None", 1)
-    hook: Any = shell.displayhook
-    hook.result, hook.has_result = None, False
+    shell.run_empty_cell()
     return shell
 
 
