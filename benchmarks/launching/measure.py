@@ -101,6 +101,8 @@ class Bench:
         path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # nbdistributed starts "python"
         # One interface for all, so that nobody has to ask a name server which one the machine's name belongs to.
         environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+        # What is killed at the end of a visit cannot tidy up; its files go with the directory.
+        environment["TMPDIR"] = str(self.directory)
         notebook = Notebook(python, self.directory / "notebook.log", environment)
         try:
             yield notebook
