@@ -54,6 +54,10 @@ class RunnerLostError(TaasError, RuntimeError):
     """The runner ended, or stopped answering, while a run needed it."""
 
 
+class KeptRanksLostError(TaasError, RuntimeError):
+    """Ranks that were kept between cells have ended, and their variables with them. Nothing ran."""
+
+
 class RankDiedError(TaasError, RuntimeError):
     """A rank's process ended without finishing the cell: a signal, the memory killer, or an exit.
 

@@ -237,6 +237,21 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "env_file",
     ),
     Flag(
+        "--keep",
+        "",
+        lambda _: True,
+        "The ranks stay when the cell is over, with their variables, process group and GPU memory, and the next cells "
+        "with as many `--gpus` run in them, until `%taas release`.",
+        "keep",
+    ),
+    Flag(
+        "--rank",
+        "RANKS",
+        _parse_show,
+        "Which of the ranks that were kept run the cell: `3`, `0,3`, `1-3`, or `all` (the default).",
+        "rank",
+    ),
+    Flag(
         "--rank-results",
         "",
         lambda _: True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from taas_magic.errors import PragmaError
@@ -42,6 +42,8 @@ _ALMOST_PLACE: Final = re.compile(r"[\w-]+\.\S*|[A-Za-z]+[0-9]+(?:[:;,=_-][0-9]*
 #: What is no place though ``python3.11`` has the form of one: what shebangs and commented-out shell lines name.
 _PROGRAM: Final = re.compile(r"/.*|(?:python|pip|pypy|perl|ruby|lua|php|node|tclsh|wish)[0-9.]*", re.DOTALL)
 _CELL_MAGIC: Final = re.compile(r"\s*%%(?!\w+\?)(\S+)")
+#: A line of the head that has the cell planned, and not run.
+_PLAN: Final = re.compile(r"(\s*)(%?taas\s+plan\s*)")
 _LOAD_US: Final = re.compile(r"(\s*)(%?(?:re)?load_ext\s+taas_magic\s*)")
 #: Python as far as it is needed to tell comments from strings, IPython's lines included. A quote left open ends
 #: with its line, as in ``!echo it's``; a triple quote left open takes the rest.
@@ -95,6 +97,10 @@ class Pragma:
     timeout_s: float | None = None
     #: Path of a file with environment variables, as it was typed.
     env_file: str | None = None
+    #: The ranks stay when the cell is over.
+    keep: bool = False
+    #: Which of the kept ranks run the cell.
+    rank: frozenset[int] | Literal["all"] = "all"
     #: The cell's value is the list of all ranks' values.
     rank_results: bool = False
     #: Only list what would travel.
@@ -106,6 +112,11 @@ class Pragma:
         if self.show != "all" and max(self.show, default=0) >= self.gpus:
             found = f"--show names rank {max(self.show)} of a run on --gpus {self.gpus}"
             raise _ConflictError("show", found, f"ranks from 0 to {self.gpus - 1}, or all", "write --show all")
+        if self.rank != "all" and max(self.rank, default=0) >= self.gpus:
+            found = f"--rank names rank {max(self.rank)} of {self.gpus}"
+            raise _ConflictError(
+                "rank", found, f"ranks from 0 to {self.gpus - 1}, or all", "correct the value of --rank"
+            )
         if self.units is not None and self.cpus is None:
             raise _ConflictError("units", "--units without --cpus", "both or neither", "add --cpus K, or drop --units")
 
@@ -167,7 +178,7 @@ def parse_cell(source: str) -> ParsedCell | None:
         return None
     if head.foreign_magic == "taas":
         raise _given_twice(line_span(lines[head.end - 1], head.end))
-    return ParsedCell(pragma, _arrange(lines, head))
+    return ParsedCell(_planned(pragma, head), _arrange(lines, head))
 
 
 def parse_flags(line: str, *, line_number: int = 1) -> Pragma:
@@ -204,7 +215,11 @@ def parse_magic_cell(line: str, body: str) -> ParsedCell:
             raise _given_twice(line_span(text, number))
     for stray in _strays_after(lines, head):
         raise _given_twice(stray)
-    return ParsedCell(pragma, _arrange(lines, head))
+    return ParsedCell(_planned(pragma, head), _arrange(lines, head))
+
+
+def _planned(pragma: Pragma, head: _Head) -> Pragma:
+    return replace(pragma, dry_run=True) if head.wants_plan else pragma
 
 
 def _misplaced(span: Span, first_statement: int) -> PragmaError:
@@ -239,22 +254,27 @@ class _Head(NamedTuple):
     end: int
     #: The cell magic of another language that ends the head, if one does.
     foreign_magic: str
+    #: Whether a line asks for a plan.
+    wants_plan: bool = False
 
 
 def _read_head(lines: list[str]) -> _Head:
     comments: list[tuple[int, str]] = []
     magics: list[int] = []
+    wants_plan = False
     for index, line in enumerate(lines):
         stripped = line.strip()
         if stripped.startswith("#"):
             comments.append((index + 1, line))
+        elif _PLAN.fullmatch(line):
+            wants_plan = True
         elif magic := _CELL_MAGIC.match(line):
             magics.append(index)
             if magic[1] not in PYTHON_CELL_MAGICS:
-                return _Head(comments, magics, index + 1, magic[1])
+                return _Head(comments, magics, index + 1, magic[1], wants_plan)
         elif stripped and not _LOAD_US.fullmatch(line):
-            return _Head(comments, magics, index, "")
-    return _Head(comments, magics, len(lines), "")
+            return _Head(comments, magics, index, "", wants_plan)
+    return _Head(comments, magics, len(lines), "", wants_plan)
 
 
 def _pragma_of(head: _Head) -> Pragma | None:
@@ -363,7 +383,8 @@ def _arrange(lines: list[str], head: _Head) -> str:
     """The cell with its magics first and ``%load_ext taas_magic`` turned into a comment."""
     magics = [lines[index] for index in head.magics]
     rest = [] if head.foreign_magic else [lines[index] for index in range(head.end) if index not in head.magics]
-    rest = [_LOAD_US.sub(r"\1# \2", line) if _LOAD_US.fullmatch(line) else line for line in rest]
+    for ours in (_LOAD_US, _PLAN):
+        rest = [ours.sub(r"\1# \2", line) if ours.fullmatch(line) else line for line in rest]
     return "\n".join(magics + rest + lines[head.end :])
 
 

@@ -156,6 +156,36 @@ class OutputSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSettings:
+    """``[state]``: what of the notebook's state is kept for the next run."""
+
+    budget_gib: float | None = field(
+        default=None,
+        metadata=_key(
+            _number(0),
+            expected="GiB, 0 or more",
+            default="a quarter of this machine's memory",
+            meaning="Memory for what was sent, so that it is not sent again; what was used least recently goes first.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSettings:
+    """``[keep]``: ranks that stay between cells."""
+
+    idle_s: float = field(
+        default=3600.0,
+        metadata=_key(
+            _number(0),
+            expected="seconds, 0 or more",
+            default="3600.0",
+            meaning="Time without a cell after which ranks that were kept end by themselves.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings, validated. Each field is a table of the files."""
 
@@ -163,6 +193,8 @@ class Settings:
     stop: StopSettings = field(default_factory=StopSettings)
     local: LocalSettings = field(default_factory=LocalSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
+    state: StateSettings = field(default_factory=StateSettings)
+    keep: KeepSettings = field(default_factory=KeepSettings)
 
 
 _TABLES: Final[dict[str, type[Any]]] = {
@@ -170,6 +202,8 @@ _TABLES: Final[dict[str, type[Any]]] = {
     "stop": StopSettings,
     "local": LocalSettings,
     "output": OutputSettings,
+    "state": StateSettings,
+    "keep": KeepSettings,
 }
 
 

@@ -83,6 +83,10 @@ class CellTask(msgspec.Struct, frozen=True):
     rank_results: bool = False
     #: A directory that lives as long as the run, made by the runner; ranks other than 0 have their TMPDIR in it.
     run_dir: str = ""
+    #: The ranks stay when the cell is over, and wait for another.
+    keep: bool = False
+    #: Which of the kept ranks run the cell, in order; all of them where it is empty. The others take the parcel only.
+    ranks: list[Rank] = []
 
 
 class FailureReport(msgspec.Struct, frozen=True):
@@ -138,6 +142,12 @@ class Submit(Message, frozen=True):
     show: list[int] | None
     grace_s: float
     timeout_s: float | None = None
+    #: Files of earlier parcels that this one refers to, in order.
+    segments: list[MemoryFile] = []
+    #: The kept ranks to run in; "" for new ones.
+    kept_id: str = ""
+    #: Kept ranks end by themselves when they have waited for so long.
+    idle_s: float = 0.0
 
 
 class Interrupt(Message, frozen=True):
@@ -158,6 +168,8 @@ class HomeTaken(Message, frozen=True):
     """The kernel has applied what came home; rank 0 may end."""
 
     run_id: str
+    #: What ranks that stay need in order to know what came home, for :class:`Settle`.
+    adoptions: bytes = b""
 
 
 class HomeRefused(Message, frozen=True):
@@ -186,6 +198,12 @@ class InputReply(Message, frozen=True):
     run_id: str
     rank: Rank
     text: str | None
+
+
+class ReleaseKept(Message, frozen=True):
+    """Ends kept ranks; answered by :class:`KeptEnded`."""
+
+    kept_id: str
 
 
 class ReadLog(Message, frozen=True):
@@ -221,6 +239,7 @@ ToRunner = (
     | ResultTaken
     | Abandon
     | InputReply
+    | ReleaseKept
     | ReadLog
     | ReadStatus
     | Preload
@@ -303,6 +322,14 @@ class HomeArrived(Message, frozen=True):
     unwrapped: list[str] = []
 
 
+class TransferProgress(Message, frozen=True):
+    """How far rank 0 is with packing what comes home."""
+
+    run_id: str
+    done_bytes: SizeBytes
+    total_bytes: SizeBytes
+
+
 class ResultArrived(Message, frozen=True):
     """The value of a rank's last expression, other than rank 0's; ``reason`` says why there is no parcel."""
 
@@ -332,6 +359,19 @@ class RunEnded(Message, frozen=True):
     hint: str = ""
     #: Ranks whose process went badly after their cell had run to its end.
     late_deaths: list[Death] = []
+    #: Under which id the ranks stay; "" where they have ended.
+    kept_id: str = ""
+    #: A collective was broken off, and the process group with it: those of the ranks that stay have none now.
+    group_is_broken: bool = False
+    #: Objects that some rank does not have, by the numbers that both sides knew them by.
+    forgotten: list[int] = []
+
+
+class KeptEnded(Message, frozen=True):
+    """Kept ranks have ended, and why."""
+
+    kept_id: str
+    reason: str
 
 
 class LogPiece(Message, frozen=True):
@@ -357,6 +397,10 @@ class Status(Message, frozen=True):
     ranks: list[tuple[str, int]]
     #: (run id, number of ranks) of the runs whose output is kept, latest last.
     kept: list[tuple[str, int]]
+    #: Process ids of the ranks that wait for another cell.
+    kept_pids: list[int] = []
+    #: Seconds until they end by themselves.
+    kept_for_s: float = 0.0
 
 
 ToKernel = (
@@ -371,6 +415,8 @@ ToKernel = (
     | HomeArrived
     | ResultArrived
     | RunEnded
+    | KeptEnded
+    | TransferProgress
     | LogPiece
     | Status
 )
@@ -552,13 +598,47 @@ class HomeFailed(Message, frozen=True):
     reason: str
 
 
-FromRank = CellStarted | CellFinished | CellFailed | RankDisplay | RankInput | RankHome | RankResult | HomeFailed
+class HomeProgress(Message, frozen=True):
+    """Rank 0 to runner: see :class:`TransferProgress`."""
+
+    done_bytes: SizeBytes
+    total_bytes: SizeBytes
+
+
+class RankResting(Message, frozen=True):
+    """Rank to runner, after :class:`Settle`: it waits for another cell."""
+
+    #: See :class:`RunEnded`.
+    forgotten: list[int] = []
+
+
+FromRank = (
+    CellStarted
+    | CellFinished
+    | CellFailed
+    | RankDisplay
+    | RankInput
+    | RankHome
+    | RankResult
+    | HomeProgress
+    | HomeFailed
+    | RankResting
+)
 
 
 class Begin(Message, frozen=True):
-    """Runner to rank: what to do; the parcel comes as a descriptor."""
+    """Runner to rank: what to do; the parcel and the segments that it refers to come as descriptors."""
 
     task: CellTask
+
+
+class Settle(Message, frozen=True):
+    """Runner to a rank that stays: the cell is over everywhere; answered by :class:`RankResting`."""
+
+    #: Whether the kernel has what rank 0 packed.
+    home_taken: bool
+    #: See :class:`HomeTaken`.
+    adoptions: bytes = b""
 
 
 class Exit(Message, frozen=True):
@@ -585,4 +665,4 @@ class InputLine(Message, frozen=True):
     text: str | None
 
 
-ToRank = Begin | Exit | AbortCollectives | Rescue | PackAgain | InputLine
+ToRank = Begin | Settle | Exit | AbortCollectives | Rescue | PackAgain | InputLine

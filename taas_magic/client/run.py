@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from taas_magic.client.interrupts import Interrupts, counted_interrupts
+from taas_magic.client.progress import Progress
 from taas_magic.client.runner_process import RunnerProcess
 from taas_magic.errors import CannotTravelError, RunnerLostError, TaasError
 from taas_magic.namespace.home import Homecoming, HomeLoadError, load_homecoming
+from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.pack import PackedNamespace, load_value
 from taas_magic.namespace.process_state import apply_random
+from taas_magic.namespace.store import BlockStore
 from taas_magic.wire import (
     Abandon,
     CellTask,
@@ -36,6 +39,7 @@ from taas_magic.wire import (
     ResultTaken,
     RunEnded,
     Submit,
+    TransferProgress,
 )
 
 _POLL_S = 0.1
@@ -63,6 +67,9 @@ class View(Protocol):
     def notice(self, text: str) -> None:
         """Show a line of our own."""
 
+    def progress(self, text: str) -> None:
+        """Show how far something is, in place of what was shown before; "" ends the line."""
+
     def ask(self, prompt: str, *, password: bool) -> str | None:
         """Ask the user for a line; None where nobody can be asked."""
 
@@ -76,6 +83,18 @@ class RunRequest:
     show: list[int] | None
     grace_s: float
     timeout_s: float | None
+    store: BlockStore
+    #: The kept ranks to run in; "" for new ones.
+    kept_id: str = ""
+    #: How long ranks that are to stay wait for another cell.
+    idle_s: float = 0.0
+    #: What is to be told of all that comes home, where ranks stay.
+    mirror: Mirror | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that run the cell, in order."""
+        return list(self.task.ranks) or list(range(self.task.num_ranks))
 
 
 @dataclass
@@ -93,6 +112,8 @@ class RunOutcome:
     ended: RunEnded
     has_result: bool = False
     result: Any = None
+    #: Whether ranks that had been kept, or were to be, should still be there.
+    was_to_stay: bool = False
     #: What every rank's last expression gave, where that was asked for.
     rank_results: list[Any] | None = None
     not_home: list[tuple[str, str]] = field(default_factory=list)
@@ -115,9 +136,11 @@ class ActiveRun:
         self._results: dict[int, Any] = {}
         self._outcome: RunOutcome | None = None
         self._arrived: HomeArrived | None = None
+        self._adoptions = b""
         self._sent_interrupts = 0
         self._last_interrupt_at = 0.0
         self._has_failed_to_show = False
+        self._packing = Progress(view.progress, "rank 0 packs what comes home", after_s=0)
 
     def drive(self) -> RunOutcome:
         """Submit and follow the run.
@@ -128,9 +151,19 @@ class ActiveRun:
         """
         request = self._request
         parcel = request.packed.parcel
-        memory = MemoryFile(os.getpid(), parcel.fd, parcel.size_bytes)
+        pid = os.getpid()
+        submit = Submit(
+            task=request.task,
+            parcel=MemoryFile(pid, parcel.fd, parcel.size_bytes),
+            show=request.show,
+            grace_s=request.grace_s,
+            timeout_s=request.timeout_s,
+            segments=[MemoryFile(pid, segment.fd, segment.size_bytes) for segment in parcel.segments],
+            kept_id=request.kept_id,
+            idle_s=request.idle_s,
+        )
         with counted_interrupts() as interrupts:
-            self._runner.send(Submit(request.task, memory, request.show, request.grace_s, request.timeout_s))
+            self._runner.send(submit)
             try:
                 while self._outcome is None:
                     for message in self._runner.receive(_POLL_S):
@@ -207,6 +240,8 @@ class ActiveRun:
             self._take_result(message)
         elif isinstance(message, RunEnded):
             self._finish(message)
+        elif isinstance(message, TransferProgress):
+            self._show(lambda: self._packing.tell(message.done_bytes, message.total_bytes))
         elif isinstance(message, Notice):
             self._show(lambda: self._view.notice(message.text))
 
@@ -229,9 +264,11 @@ class ActiveRun:
 
     def _bring_home(self, message: HomeArrived) -> None:
         """Load and apply; where a record cannot be loaded here, have rank 0 pack the rest again."""
+        self._packing.end()
         fd = message.parcel.open()
         try:
             self._home = load_homecoming(fd, self._request.packed, self._main)
+            problems = self._apply(fd, message)
         except HomeLoadError as error:
             if len(self._refused) >= _MAX_HOME_ATTEMPTS:
                 raise
@@ -240,13 +277,24 @@ class ActiveRun:
             return
         finally:
             os.close(fd)
-        self._arrived = message
-        problems = self._home.apply(self._request.packed, self._main)
         self._refused += [("", problem) for problem in problems]
         if "random" in self._home.extra:
             with contextlib.suppress(Exception):
                 apply_random(self._home.extra["random"], only_imported=True)
-        self._runner.send(HomeTaken(self._id))
+        self._runner.send(HomeTaken(self._id, self._adoptions))
+
+    def _apply(self, fd: int, message: HomeArrived) -> list[str]:
+        """Bring what has come into the notebook; returns what could not be, one line each."""
+        self._arrived = message
+        home, request = self._home, self._request
+        progress = Progress(lambda text: self._show(lambda: self._view.progress(text)), "bringing home")
+        problems = home.apply(request.packed, self._main, progress.tell)
+        progress.end()
+        # What came is what the next cell will find here, unless somebody changes it: it need not be sent back.
+        kept = request.store.keep(fd, message.parcel.size_bytes, home.blocks_here(request.packed.common))
+        if request.mirror is not None:
+            self._adoptions = request.mirror.came_home(home, kept)
+        return problems
 
     def _take_result(self, message: ResultArrived) -> None:
         """Load the value of a rank other than 0; an error stands for what cannot be loaded."""
@@ -267,12 +315,12 @@ class ActiveRun:
             )
 
     def _finish(self, ended: RunEnded) -> None:
-        outcome = RunOutcome(ended)
+        outcome = RunOutcome(ended, was_to_stay=self._request.task.keep)
         if "result" in self._home.extra:
             outcome.has_result, outcome.result = True, self._home.extra["result"]
         if self._request.task.rank_results and ended.outcome == "ok":
             results = {**self._results, 0: outcome.result}
-            outcome.rank_results = [results.get(rank) for rank in range(self._request.task.num_ranks)]
+            outcome.rank_results = [results.get(rank) for rank in self._request.ranks]
         if self._arrived is not None:
             outcome.not_home += self._arrived.not_home
             outcome.unwrapped += self._arrived.unwrapped

@@ -20,7 +20,7 @@ import taas_magic
 from taas_magic.errors import RunnerLostError, VersionMismatchError
 from taas_magic.namespace.process_state import scrubbed
 from taas_magic.versions import own_versions
-from taas_magic.wire import Denied, Hello, Message, Ready, Shutdown, ToKernel, Welcome
+from taas_magic.wire import Denied, Hello, KeptEnded, Message, Ready, Shutdown, ToKernel, Welcome
 
 _HANDSHAKE_S = 30.0
 _SHUTDOWN_S = 5.0
@@ -44,6 +44,8 @@ class RunnerProcess:
         self._decoder: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
         self._log: IO[bytes] = (self.directory / "runner.log").open("wb")
         self.ready: Ready | None = None
+        #: Why kept ranks have ended, by their id.
+        self.kept_ended: dict[str, str] = {}
         #: CUDA_VISIBLE_DEVICES as the zygote counts its GPUs by.
         self.cuda_visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.process = self._start()
@@ -133,6 +135,8 @@ class RunnerProcess:
             message = self._decoder.decode(data)
             if isinstance(message, Ready):
                 self.ready = message
+            elif isinstance(message, KeptEnded):
+                self.kept_ended[message.kept_id] = message.reason
             elif isinstance(message, Welcome):
                 # Noted here, since an interrupt may keep whoever waits for it from seeing it.
                 self._is_welcome = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -13,15 +14,46 @@ from typing import Any
 
 from taas_magic.client.run import ActiveRun, RunOutcome, RunRequest, View
 from taas_magic.client.runner_process import RunnerProcess
-from taas_magic.errors import PlacementError, RunnerLostError, TaasError
+from taas_magic.errors import KeptRanksLostError, PlacementError, RunnerLostError, TaasError
+from taas_magic.namespace.mirror import Mirror
+from taas_magic.namespace.store import BlockStore
 from taas_magic.pragma import Pragma
 from taas_magic.settings import Settings
 from taas_magic.units import plural
-from taas_magic.wire import Denied, LogPiece, Preload, ReadLog, ReadStatus, Ready, Status
+from taas_magic.wire import (
+    Denied,
+    KeptEnded,
+    LogPiece,
+    Preload,
+    ReadLog,
+    ReadStatus,
+    Ready,
+    ReleaseKept,
+    Status,
+)
 
 _WARM_UP_S = 300.0
 _ANSWER_S = 10.0
 _SAY_SOMETHING_AFTER_S = 0.7
+
+
+@dataclass
+class Kept:
+    """Ranks that stay between cells.
+
+    Attributes:
+        id: By which the runner knows them.
+        place: How many there are, and whether they rehearse.
+        writes: Who of them may write in the project.
+        mirror: What they and the notebook have in common.
+        cell_number: The cell that started them.
+    """
+
+    id: str
+    place: Place
+    writes: str
+    mirror: Mirror
+    cell_number: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +76,9 @@ class Session:
 
     def __init__(self) -> None:
         self._runner: RunnerProcess | None = None
+        #: What was sent, so that it need not be sent again; it is there for as long as the kernel.
+        self.store = BlockStore(0)
+        self._kept: Kept | None = None
         #: Held by the thread that talks with the runner; its connection is for one at a time.
         self._lock = threading.Lock()
 
@@ -104,6 +139,58 @@ class Session:
             self._runner.stop()
             self._runner = None
 
+    # -- kept ranks ----------------------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> Kept | None:
+        """The ranks that stay, as far as is known without asking."""
+        return self._kept
+
+    def keep(self, kept: Kept | None) -> None:
+        """Note which ranks stay."""
+        self._kept = kept
+
+    def live_kept(self) -> Kept | None:
+        """The ranks that stay, if they are still there.
+
+        Raises:
+            KeptRanksLostError: if they have ended; once, and then there are none.
+        """
+        kept = self._kept
+        if kept is None:
+            return None
+        reason = self._why_ended(kept)
+        if not reason:
+            return kept
+        self._kept = None
+        raise KeptRanksLostError.of(
+            f"the {plural(kept.place.num_ranks, 'rank')} that were kept since cell [{kept.cell_number}] have ended: "
+            f"{reason}. Their own variables are gone; the notebook has rank 0's",
+            do="run the cell again: it starts new ranks",
+        )
+
+    def _why_ended(self, kept: Kept) -> str:
+        runner = self._runner
+        if runner is None or not runner.is_alive:
+            return "their runner has ended"
+        with self._alone("ask its runner"):
+            for _ in runner.receive(0):
+                pass
+        return runner.kept_ended.get(kept.id, "")
+
+    def release(self) -> Kept | None:
+        """End the ranks that stay; returns which they were, None where there were none."""
+        kept, self._kept = self._kept, None
+        runner = self._runner
+        if kept is None or runner is None or not runner.is_alive or kept.id in runner.kept_ended:
+            return kept
+        with self._alone("release its ranks"):
+            runner.connect()
+            runner.send(ReleaseKept(kept.id))
+            with contextlib.suppress(RunnerLostError):
+                runner.wait_for((KeptEnded,), _ANSWER_S)
+        return kept
+
     # -- runs ----------------------------------------------------------------------------------------------------
 
     def run(self, request: RunRequest, main: dict[str, Any], view: View, runner: RunnerProcess) -> RunOutcome:
@@ -118,6 +205,13 @@ class Session:
             except RunnerLostError:
                 # It may still be there, on its way to its end; the next run must not meet it.
                 self.close()
+                self._kept = None
+                raise
+            except BaseException:
+                # What the ranks have been given, and what not, is not known.
+                if request.kept_id:
+                    self._kept = None
+                    runner.send(ReleaseKept(request.kept_id))
                 raise
 
     @contextlib.contextmanager
@@ -178,6 +272,13 @@ def visible_gpus(num_gpus: int, at_start: str | None, now: str | None) -> int:
     entries = [entry.strip() for entry in now.split(",")]
     # As CUDA reads it: the first entry that is no device ends the list.
     return len(list(itertools.takewhile(lambda entry: entry not in ("", "-1"), entries)))
+
+
+def store_budget_bytes(settings: Settings) -> int:
+    """How much of what was sent is kept, in bytes."""
+    if settings.state.budget_gib is not None:
+        return int(settings.state.budget_gib * 2**30)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def place_locally(pragma: Pragma, num_gpus: int, settings: Settings) -> Place:

@@ -38,7 +38,17 @@ _IMMUTABLE = (
 )  # fmt: skip
 
 _CLASS_INTERNALS = frozenset(
-    {"__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__abstractmethods__", "__annotations_cache__"}
+    {
+        "__dict__",
+        "__weakref__",
+        "__module__",
+        "__doc__",
+        "_abc_impl",
+        "__abstractmethods__",
+        "__annotations_cache__",
+        # What copyreg remembers of a class once an instance of it has been pickled.
+        "__slotnames__",
+    }
 )
 
 
@@ -272,6 +282,13 @@ def _data_loader_type() -> tuple[type, ...]:
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def place_of_tensor(tensor: Any) -> int:
+    """The address of a tensor's first element; 0 where it has none in this process's memory."""
+    if not _is_plain_strided(tensor) or tensor.device.type != "cpu" or not tensor.numel():
+        return 0
+    return int(tensor.data_ptr())
 
 
 def _take_tensor(obj: Any, view: View) -> Any:

@@ -6,7 +6,9 @@ A *parcel* is one anonymous file (``memfd``) that holds a pickle stream and the 
 
 A block is the part of one owner's memory (a tensor's storage, an array's buffer) that is really used: the hull of
 all the views that were sent. Offsets in the stream count from the owner's start, so they stay right however small the
-hull is. Ranks map the file ``MAP_PRIVATE``: they read the same pages until they write.
+hull is. Blocks that were sent before, and are the same still, lie in the files of earlier parcels (*segments*), which
+go along. Ranks map the files ``MAP_PRIVATE``: they read the same pages until they write. Once it is written, a file is
+sealed: nobody can change what others rely on.
 """
 
 from __future__ import annotations
@@ -14,26 +16,31 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from taas_magic.errors import CannotTravelError
+from taas_magic.namespace.bulk import write_out
 from taas_magic.units import format_bytes
 
-_MAGIC = b"taasprc1"
+if TYPE_CHECKING:
+    from taas_magic.namespace.store import BlockStore, Region, Segment
+
+_MAGIC = b"taasprc2"
 _HEADER = struct.Struct("<8sQQ")
 _SMALL_BYTES = 64 * 1024
 _ALIGNMENT = 64
-_WRITE_CHUNK_BYTES = 256 * 1024 * 1024
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+#: Linux 5.1: existing writable mappings and descriptors are no way around it. Python has no name for it.
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
 class BlockExtent(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +51,10 @@ class BlockExtent(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     #: Whether changed bytes may be written back into the owner's memory.
     writable: bool = True
+    #: In which file: 0 is the parcel, 1 the first of the segments that go with it.
+    segment: int = 0
+    #: Whether the receiver's objects use this very memory; False for content that only goes into memory they have.
+    is_shared: bool = True
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -57,6 +68,9 @@ class Manifest(msgspec.Struct, frozen=True):
     out_of_band: list[int]
     #: Memo numbers of objects that only existed while the sender pickled (what a ``__getstate__`` made, say).
     temporaries: list[int] = []
+    #: What to add to memo numbers, and to the numbers of blocks, for those that both sides know them by.
+    first_object: int = 0
+    first_block: int = 0
 
 
 @dataclass(slots=True)
@@ -75,6 +89,8 @@ class OutgoingBlock:
     high: int = 0
     #: False where nothing may ever be written back: a read-only buffer.
     writable: bool = True
+    #: See :class:`BlockExtent`.
+    is_shared: bool = True
 
     def use(self, start: int, stop: int) -> None:
         """Widen the hull by the bytes ``start:stop`` of the owner."""
@@ -150,43 +166,93 @@ def view_of_memory(address: int, nbytes: int, owner: Any = None) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What goes into a parcel beside the blocks; see :class:`Manifest`."""
+
+    stream: bytes | memoryview
+    records: list[tuple[str, int]]
+    out_of_band: list[int]
+    temporaries: list[int] = field(default_factory=list)
+    first_object: int = 0
+    first_block: int = 0
+
+
 def write_parcel(
-    stream: bytes | memoryview,
-    records: list[tuple[str, int]],
+    contents: Contents,
     outgoing: OutgoingBlocks,
-    out_of_band: list[int],
-    temporaries: list[int] | None = None,
+    *,
+    store: BlockStore | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Parcel:
     """Write stream and blocks into a new memfd.
+
+    Args:
+        contents: What else than blocks.
+        outgoing: The blocks.
+        store: Has earlier parcels, whose blocks are not written again, and keeps this one.
+        progress: Called with the bytes that are written, and all that will be.
 
     Raises:
         CannotTravelError: if the machine lacks the memory for it.
     """
-    stream_offset = _HEADER.size
-    position = stream_offset + len(stream)
+    places = [(block.address + block.hull[0], block.hull[1]) for block in outgoing.blocks]
+    kept: Sequence[Region | None] = [None] * len(places) if store is None else store.match(places)
+    segments: dict[int, Segment] = {}
+    position = _HEADER.size + len(contents.stream)
     extents: list[BlockExtent] = []
-    for block in outgoing.blocks:
+    for block, region in zip(outgoing.blocks, kept, strict=True):
         start, nbytes = block.hull
+        if region is not None:
+            segments.setdefault(id(region.segment), region.segment)
+            number = 1 + list(segments).index(id(region.segment))
+            extents.append(BlockExtent(region.offset, start, nbytes, block.writable, number, block.is_shared))
+            continue
         position = _aligned(position, nbytes)
-        extents.append(BlockExtent(position, start, nbytes, block.writable))
+        extents.append(BlockExtent(position, start, nbytes, block.writable, 0, block.is_shared))
         position += nbytes
-    contents = Manifest(stream_offset, len(stream), records, extents, out_of_band, temporaries or [])
-    manifest = msgspec.msgpack.encode(contents)
+    manifest = msgspec.msgpack.encode(
+        Manifest(
+            _HEADER.size,
+            len(contents.stream),
+            contents.records,
+            extents,
+            contents.out_of_band,
+            contents.temporaries,
+            contents.first_object,
+            contents.first_block,
+        )
+    )
     total = position + len(manifest)
+    if store is not None:
+        store.note_use(segments.values())
+        store.make_room(total)
     check_memory(total)
-    fd = os.memfd_create("taas-parcel", os.MFD_CLOEXEC)
+    fd = os.memfd_create("taas-parcel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, total)
-        _write_all(fd, memoryview(_HEADER.pack(_MAGIC, position, len(manifest))), 0)
-        _write_all(fd, memoryview(stream), stream_offset)
-        for block, extent in zip(outgoing.blocks, extents, strict=True):
-            if extent.nbytes:
-                _write_all(fd, view_of_memory(block.address + extent.start, extent.nbytes), extent.file_offset)
-        _write_all(fd, memoryview(manifest), position)
+        new = [
+            (extent.file_offset, view_of_memory(address, nbytes))
+            for extent, (address, nbytes) in zip(extents, places, strict=True)
+            if nbytes and not extent.segment
+        ]
+        head = memoryview(_HEADER.pack(_MAGIC, position, len(manifest)))
+        stream = (_HEADER.size, memoryview(contents.stream))
+        write_out(fd, [(0, head), stream, *new, (position, memoryview(manifest))], progress)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        own = None
+        if store is not None:
+            written = [
+                (address, extent.file_offset, nbytes)
+                for extent, (address, nbytes) in zip(extents, places, strict=True)
+                if not extent.segment
+            ]
+            own = store.keep(fd, total, written)
     except BaseException:
         os.close(fd)
         raise
-    return Parcel(fd, total)
+    return Parcel(fd, total, list(segments.values()), extents, own)
 
 
 def check_memory(needed_bytes: int) -> None:
@@ -227,18 +293,37 @@ def _aligned(position: int, nbytes: int) -> int:
     return -(-position // alignment) * alignment
 
 
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done : done + _WRITE_CHUNK_BYTES], offset + done)
-
-
 @dataclass(slots=True)
 class Parcel:
-    """An open parcel: the descriptor of its memfd (owned) and its size in bytes."""
+    """An open parcel: the descriptor of its memfd (owned) and its size in bytes.
+
+    Attributes:
+        segments: Files of earlier parcels that go along with it.
+        extents: Where its blocks lie.
+    """
 
     fd: int
     size_bytes: int
+    segments: list[Segment] = field(default_factory=list)
+    extents: list[BlockExtent] = field(default_factory=list)
+    #: The parcel's own file as it is kept, where it is.
+    own: Segment | None = None
+
+    def pristine_address(self, number: int) -> int:
+        """Where a block can be read as it was sent, as long as the segments are held; 0 where it is not kept."""
+        extent = self.extents[number]
+        segment = self.segments[extent.segment - 1] if extent.segment else self.own
+        return 0 if segment is None else segment.base + extent.file_offset
+
+    @property
+    def fds(self) -> list[int]:
+        """What has to be handed to whoever is to read it."""
+        return [self.fd, *(segment.fd for segment in self.segments)]
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What a reader sees: the parcel, and the blocks that were sent before."""
+        return self.size_bytes + sum(extent.nbytes for extent in self.extents if extent.segment)
 
     def close(self) -> None:
         """Let the parcel go."""
@@ -247,31 +332,70 @@ class Parcel:
             self.fd = -1
 
 
-class IncomingBlocks:
-    """A parcel mapped copy-on-write: the stream, and the blocks at their addresses."""
+@dataclass(slots=True)
+class _File:
+    """A file of a parcel as it is mapped here: to work on, and as it arrived."""
 
-    def __init__(self, fd: int) -> None:
+    private: mmap.mmap
+    pristine: mmap.mmap
+    base: int
+    pristine_base: int
+
+    @classmethod
+    def map(cls, fd: int) -> _File:
         size = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        # What arrived, unchanged by this process: the measure of what the cell wrote.
-        self._pristine = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self.buffer = memoryview(self._map)
-        magic, manifest_offset, manifest_size = _HEADER.unpack_from(self._map, 0)
+        private = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pristine = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        return cls(private, pristine, address_of(private), address_of(pristine))
+
+    def close_if_unused(self) -> None:
+        """Unmap it, unless somebody has a view of it."""
+        # An array over it holds a reference and no more: `close` alone would take its memory away.
+        if not self.private.closed and sys.getrefcount(self.private) <= _REFERENCES_OF_AN_ATTRIBUTE:
+            with contextlib.suppress(BufferError):
+                self.private.close()
+                self.pristine.close()
+
+
+def _references_of_an_attribute() -> int:
+    """What ``getrefcount`` says of an object that only an attribute holds; Python's versions differ."""
+    holder = _File.__new__(_File)
+    holder.private = object()  # type: ignore[assignment]
+    return sys.getrefcount(holder.private)
+
+
+_REFERENCES_OF_AN_ATTRIBUTE = _references_of_an_attribute()
+
+
+class IncomingBlocks:
+    """A parcel mapped copy-on-write: the stream, and the blocks at their addresses.
+
+    Args:
+        fds: The parcel, and the segments that came along; they may be closed afterwards.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._files = [_File.map(fd) for fd in fds]
+        self.buffer = memoryview(self._files[0].private)
+        magic, manifest_offset, manifest_size = _HEADER.unpack_from(self.buffer, 0)
         if magic != _MAGIC:
             raise ValueError(f"not a parcel: it starts with {magic!r}, expected {_MAGIC!r}")
         manifest_bytes = self.buffer[manifest_offset : manifest_offset + manifest_size]
         self.manifest = msgspec.msgpack.decode(manifest_bytes, type=Manifest)
-        self._base, self._pristine_base = address_of(self._map), address_of(self._pristine)
-        blocks = [(extent.file_offset, number) for number, extent in enumerate(self.manifest.blocks) if extent.nbytes]
-        blocks.sort()
-        self._offsets = [offset for offset, _ in blocks]
-        self._numbers = [number for _, number in blocks]
 
     @property
     def stream(self) -> memoryview:
         """The pickle stream."""
         start = self.manifest.stream_offset
         return self.buffer[start : start + self.manifest.stream_size]
+
+    def close_if_unused(self) -> bool:
+        """Unmap the files over which nothing in this process has memory; True if that was all of them."""
+        with contextlib.suppress(BufferError):
+            self.buffer.release()
+        for file in self._files:
+            file.close_if_unused()
+        return all(file.private.closed for file in self._files)
 
     def extent(self, number: int) -> BlockExtent:
         """Where a block lies."""
@@ -280,37 +404,18 @@ class IncomingBlocks:
     def view(self, number: int) -> memoryview:
         """The block's bytes, writable."""
         extent = self.manifest.blocks[number]
-        return self.buffer[extent.file_offset : extent.file_offset + extent.nbytes]
+        buffer = memoryview(self._files[extent.segment].private)
+        return buffer[extent.file_offset : extent.file_offset + extent.nbytes]
 
     def address(self, number: int) -> int:
         """Where the block's first byte lies in this process."""
-        return self._base + self.manifest.blocks[number].file_offset
-
-    def locate(self, address: int) -> tuple[int, int] | None:
-        """Find the block that holds ``address``: (number, offset from the owner's start), or None.
-
-        A changed block that may not be written back is none: its bytes are nothing that the sender has, or will have.
-        """
-        offset = address - self._base
-        at = bisect.bisect_right(self._offsets, offset) - 1
-        if at < 0:
-            return None
-        number = self._numbers[at]
         extent = self.manifest.blocks[number]
-        inside = offset - extent.file_offset
-        if inside >= extent.nbytes or (not extent.writable and self._is_changed(extent)):
-            return None
-        return number, inside + extent.start
+        return self._files[extent.segment].base + extent.file_offset
 
-    def changed(self) -> Iterator[int]:
-        """Yield the numbers of the writable blocks whose bytes differ from what arrived."""
-        for number, extent in enumerate(self.manifest.blocks):
-            if extent.nbytes and extent.writable and self._is_changed(extent):
-                yield number
-
-    def _is_changed(self, extent: BlockExtent) -> bool:
-        here, there = self._base + extent.file_offset, self._pristine_base + extent.file_offset
-        return bool(_libc.memcmp(here, there, extent.nbytes))
+    def pristine_address(self, number: int) -> int:
+        """Where the block lies as it arrived, whatever this process does to it."""
+        extent = self.manifest.blocks[number]
+        return self._files[extent.segment].pristine_base + extent.file_offset
 
 
 def address_of(buffer: Any) -> int:

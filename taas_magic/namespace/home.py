@@ -6,15 +6,18 @@ object, so updates happen in place and aliases hold.
 
 from __future__ import annotations
 
-import io
-import pickle
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.namespace.aspects import BY_NAME
-from taas_magic.namespace.blocks import IncomingBlocks, view_of_memory
+from taas_magic.namespace.blocks import IncomingBlocks, address_of
+from taas_magic.namespace.bulk import copy_memory
+from taas_magic.namespace.common import Common, CommonBlock
 from taas_magic.namespace.pack import PackedNamespace
-from taas_magic.namespace.rebuild import Loading, loading, without_warnings
+from taas_magic.namespace.rebuild import Loading, ParcelUnpickler, loading, without_warnings
+from taas_magic.namespace.store import Segment
 
 #: Smaller blocks are copied out of the parcel. One that is not keeps all of the parcel in memory, and a descriptor
 #: open, for as long as it lives: it has to be large, and most of the parcel.
@@ -50,19 +53,75 @@ class Homecoming:
     _updates: list[tuple[int, str, Any]] = field(default_factory=list)
     _blocks: list[tuple[int, int]] = field(default_factory=list)
     _incoming: IncomingBlocks | None = None
+    _context: Loading | None = None
+    _memo: Callable[[], dict[int, Any]] = dict
 
-    def apply(self, packed: PackedNamespace, main: dict[str, Any]) -> list[str]:
-        """Bring everything into the notebook; returns what could not be, one line each."""
+    def note(self, common: Common, kept: Segment) -> set[int]:
+        """Enter what has come into what both sides have, and what both have in memory now.
+
+        Args:
+            common: What both sides have.
+            kept: The parcel's file.
+
+        Returns:
+            The numbers of the new objects, which only rank 0 knows.
+        """
+        assert self._incoming is not None
+        assert self._context is not None
+        manifest, memory = self._incoming.manifest, common.memory
+        memo, temporaries = self._memo(), set(manifest.temporaries)
+        objects = {place: obj for place, obj in memo.items() if place not in temporaries}
+        common.add_objects(manifest.first_object, objects, len(memo))
+        changed = {home_number: number for number, home_number in self._blocks}
+        for place, extent in enumerate(manifest.blocks):
+            pristine = kept.base + extent.file_offset
+            if place in changed:
+                block = memory.blocks[changed[place]]
+                block.pristine, block.source = pristine, kept
+                continue
+            view = self._context.view(place)
+            owner = view if isinstance(view.obj, bytearray) else self._incoming
+            block = CommonBlock(
+                address_of(view), extent.nbytes, extent.start, owner, extent.writable, pristine, kept, extent.is_shared
+            )
+            memory.add(manifest.first_block + place, block)
+        memory.next_number = max(memory.next_number, manifest.first_block + len(manifest.blocks))
+        return {manifest.first_object + place for place in objects}
+
+    def blocks_here(self, common: Common) -> list[tuple[int, int, int]]:
+        """(address here or 0, offset in the parcel, bytes) of the blocks that came."""
+        assert self._incoming is not None
+        changed = {home_number: number for number, home_number in self._blocks}
+        return [
+            (
+                common.memory.blocks[changed[place]].address if place in changed else 0,
+                extent.file_offset,
+                extent.nbytes,
+            )
+            for place, extent in enumerate(self._incoming.manifest.blocks)
+        ]
+
+    def apply(
+        self,
+        packed: PackedNamespace,
+        main: dict[str, Any],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[str]:
+        """Bring everything into the notebook; returns what could not be, one line each.
+
+        ``progress`` is called with the bytes that are copied, and all that will be.
+        """
         problems: list[str] = []
         assert self._incoming is not None
-        for number, home_number in self._blocks:
-            block = packed.blocks[number]
-            view = self._incoming.view(home_number)
-            target = view_of_memory(block.address, block.nbytes)
-            start = block.hull[0]
-            target[start : start + len(view)] = view
+        sizes = [self._incoming.extent(home_number).nbytes for _, home_number in self._blocks]
+        total_bytes, done_bytes = sum(sizes), 0
+        for (number, home_number), nbytes in zip(self._blocks, sizes, strict=True):
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+            done_bytes += nbytes
+            copy_memory(packed.common.memory.blocks[number].view, self._incoming.view(home_number))
         for number, aspect, payload in self._updates:
-            origin = packed.origins[number]
+            origin = packed.common.objects[number]
             try:
                 BY_NAME[aspect].apply(origin, payload)
             except Exception as error:  # noqa: BLE001 - the user's classes may raise anything
@@ -79,12 +138,12 @@ def load_homecoming(fd: int, packed: PackedNamespace, main: dict[str, Any]) -> H
     Raises:
         HomeLoadError: if a record cannot be loaded here. Nothing has been changed.
     """
-    incoming = IncomingBlocks(fd)
-    home = Homecoming(_incoming=incoming)
+    incoming = IncomingBlocks([fd])
     copy_below_bytes = max(_COPY_BELOW_BYTES, len(incoming.buffer) // 2)
-    context = Loading(incoming, main, packed.blocks, copy_below_bytes=copy_below_bytes)
-    unpickler = _HomeUnpickler(io.BytesIO(incoming.stream), packed.origins, context.buffers)
-    with loading(context):
+    context = Loading(incoming, main, packed.common.memory, copy_below_bytes=copy_below_bytes)
+    home = Homecoming(_incoming=incoming, _context=context)
+    unpickler = ParcelUnpickler(context, packed.common.objects)
+    with loading(context), _restored(main) as bind:
         for label, _ in incoming.manifest.records:
             try:
                 with without_warnings():
@@ -92,7 +151,33 @@ def load_homecoming(fd: int, packed: PackedNamespace, main: dict[str, Any]) -> H
             except Exception as error:
                 raise HomeLoadError(label, f"{type(error).__name__}: {error}") from error
             _sort_in(home, label, value)
+            if label.startswith("bind "):
+                # Loading an object runs its class's code, which may need names that have come before.
+                bind(label.removeprefix("bind "), value)
+    home._memo = unpickler.memo.copy
     return home
+
+
+@contextlib.contextmanager
+def _restored(main: dict[str, Any]) -> Iterator[Callable[[str, Any], None]]:
+    """Bind names for a while."""
+    before: dict[str, Any] = {}
+
+    def bind(name: str, value: Any) -> None:
+        before[name] = main.get(name, _ABSENT)
+        main[name] = value
+
+    try:
+        yield bind
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                del main[name]
+            else:
+                main[name] = value
+
+
+_ABSENT = object()
 
 
 def _sort_in(home: Homecoming, label: str, value: Any) -> None:
@@ -108,12 +193,3 @@ def _sort_in(home: Homecoming, label: str, value: Any) -> None:
         home._updates.append((int(number), aspect, value))
     else:
         home.extra[label] = value
-
-
-class _HomeUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, origins: dict[int, Any], buffers: list[memoryview]) -> None:
-        super().__init__(file, buffers=buffers)
-        self._origins = origins
-
-    def persistent_load(self, number: Any) -> Any:
-        return self._origins[number]

@@ -13,20 +13,25 @@ import linecache
 import pickle
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from taas_magic.errors import CannotTravelError
-from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, OutgoingBlocks, Parcel, write_parcel
+from taas_magic.namespace.blocks import Contents, IncomingBlocks, OutgoingBlocks, Parcel, write_parcel
 from taas_magic.namespace.code_names import globals_of_code
+from taas_magic.namespace.common import Common
 from taas_magic.namespace.culprit import Culprit, find_culprit
 from taas_magic.namespace.pickler import NamespacePickler
-from taas_magic.namespace.rebuild import Loading, loading, without_warnings
+from taas_magic.namespace.rebuild import Loading, ParcelUnpickler, loading, without_warnings
+from taas_magic.namespace.store import BlockStore
 
 #: Labels of the records that are not names of the notebook; a NUL can be in no identifier.
 STATE_RECORD = "\0state"
 SOURCES_RECORD = "\0sources"
+#: First of a parcel for ranks that have a namespace already: the numbers of objects that the kernel has no more.
+SYNC_RECORD = "\0sync"
+UPDATE_RECORD, DELETE_RECORD = "\0update ", "\0delete "
 
 
 @dataclass(frozen=True)
@@ -45,25 +50,52 @@ class PackedNamespace:
 
     Attributes:
         parcel: What the ranks map.
-        origins: The kernel's objects by their memo number.
-        blocks: The kernel's memory by block number.
+        common: The kernel's objects and memory by the numbers that the ranks know them by.
         items: What travels, in order.
         left_out: Names that were perhaps needed and cannot travel, with the reason.
     """
 
     parcel: Parcel
-    origins: dict[int, Any]
-    blocks: list[OutgoingBlock]
+    common: Common
     items: list[TravelItem]
     left_out: dict[str, str]
+    #: The names that the functions of each name use.
+    uses: dict[str, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which names to pack: ``needed`` must travel, ``maybe`` travel if they can."""
+    """Which names to pack: ``needed`` must travel, ``maybe`` travel if they can.
+
+    Where ranks have names already, only those travel that they do not have as they are; ``anew`` travel in any case.
+    """
 
     needed: tuple[str, ...]
     maybe: tuple[str, ...] = ()
+    anew: frozenset[str] = frozenset()
+
+
+class Sender(Protocol):
+    """What decides how a namespace is packed for ranks that have one already."""
+
+    common: Common
+
+    def pickler(
+        self, stream: Any, blocks: OutgoingBlocks, on_function: Callable[[types.FunctionType], None]
+    ) -> NamespacePickler:
+        """The pickler that leaves out what the ranks have."""
+
+    def begin_record(self, label: str) -> None:
+        """Called before each record."""
+
+    def uses_of(self, name: str) -> set[str] | None:
+        """What a name that the ranks have as it is uses of others; None where it has to be sent."""
+
+    def head(self) -> tuple[str, Any]:
+        """The record that comes first."""
+
+    def tail(self) -> Iterable[tuple[str, Any]]:
+        """The records behind those of the names."""
 
 
 class _RecordError(Exception):
@@ -81,6 +113,9 @@ def pack_namespace(
     process_state: Any = None,
     hidden: Mapping[str, Any] | None = None,
     cell_numbers: Mapping[str, int] | None = None,
+    store: BlockStore | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    sender: Sender | None = None,
 ) -> PackedNamespace:
     """Pack the selected names of ``main`` and all that they reach.
 
@@ -90,6 +125,9 @@ def pack_namespace(
         process_state: A picklable record of process-wide state (directory, environment, random states).
         hidden: Names that the shell itself provides; they travel only where the user rebound them.
         cell_numbers: Execution counts by code file name, for tracebacks of functions of earlier cells.
+        store: Has what was sent before, and keeps what is sent now.
+        progress: Called with the bytes that are copied, and all that will be.
+        sender: For ranks that have a namespace already.
 
     Raises:
         CannotTravelError: naming the variable, the path to the culprit, its type, and what to do.
@@ -98,7 +136,7 @@ def pack_namespace(
     first: dict[str, str] = {}
     regions: list[tuple[int, int]] = []
     while True:
-        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions)
+        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender)
         try:
             packing.write_records(process_state)
         except _RecordError as failure:
@@ -111,7 +149,7 @@ def pack_namespace(
             regions = overlapping
             continue
         if first or not packing.late_names:
-            return packing.finish()
+            return packing.finish(store, progress)
         # Loading a record may call methods (__setstate__, __hash__), and those of some use names that came behind it.
         first = packing.names_to_load_first()
 
@@ -129,6 +167,7 @@ class _Packing:
     first: Mapping[str, str]
     #: Memory that several owners share in parts, see :class:`OutgoingBlocks`.
     regions: list[tuple[int, int]] = field(default_factory=list)
+    sender: Sender | None = None
     needed_names: set[str] = field(default_factory=set)
     #: Names that a value's methods use, and that came behind the value.
     late_names: set[str] = field(default_factory=set)
@@ -137,7 +176,10 @@ class _Packing:
         """Write everything up to the last record."""
         self._stream = io.BytesIO()
         self._blocks = OutgoingBlocks(self.regions)
-        self._pickler = NamespacePickler(self._stream, self.main, self._blocks, on_function=self._saw_function)
+        if self.sender is None:
+            self._pickler = NamespacePickler(self._stream, self.main, self._blocks, on_function=self._saw_function)
+        else:
+            self._pickler = self.sender.pickler(self._stream, self._blocks, self._saw_function)
         self._records: list[tuple[str, int]] = []
         self._sources: dict[str, tuple[str, int | None]] = {}
         self._queue: list[tuple[int, int, str]] = []
@@ -146,34 +188,62 @@ class _Packing:
         self._whys: dict[str, str] = {}
         self._recorded: set[str] = set()
         self._items: list[TravelItem] = []
+        self._uses: dict[str, set[str]] = {}
         # By itself, so that nobody follows what becomes of its parts.
         self._record(STATE_RECORD, pickle.dumps(process_state))
-        for names, is_needed in ((self.selection.needed, True), (self.selection.maybe, False)):
-            if is_needed:
-                for name, why in self.first.items():
-                    self._enqueue((name,), why, in_functions=True)
-            self._enqueue(names, "the cell")
-            while self._queue:
-                _, _, name = heapq.heappop(self._queue)
-                if name in self._recorded:
-                    continue
-                self._recorded.add(name)
-                self._why = self._whys[name]
-                if is_needed:
-                    self.needed_names.add(name)
-                self._items.append(self._pack_name(name))
+        if self.sender is not None:
+            self._record(*self.sender.head())
+        for name, why in self.first.items():
+            self._enqueue((name,), why, in_functions=True)
+        self._enqueue(self.selection.needed, "the cell")
+        self._write_queue(is_needed=True)
+        self._enqueue(self.selection.maybe, "the cell")
+        self._write_queue(is_needed=False)
+        if self.sender is not None:
+            for label, payload in self.sender.tail():
+                self._record(label, payload)
         self._record(SOURCES_RECORD, self._sources)
+
+    def _write_queue(self, *, is_needed: bool) -> None:
+        """Write the names that are queued, and those that they lead to."""
+        while self._queue:
+            _, _, name = heapq.heappop(self._queue)
+            if name in self._recorded:
+                continue
+            self._recorded.add(name)
+            self._why = self._whys[name]
+            if is_needed:
+                self.needed_names.add(name)
+            uses = None
+            if self.sender is not None and name not in self.selection.anew:
+                uses = self.sender.uses_of(name)
+            if uses is None:
+                self._items.append(self._pack_name(name))
+            else:
+                self._enqueue(sorted(uses), f"{self._why} → {name}", in_functions=True)
 
     def overlapping(self) -> list[tuple[int, int]]:
         """The memory that several of the blocks share in parts."""
         return self._blocks.overlapping()
 
-    def finish(self) -> PackedNamespace:
+    def finish(self, store: BlockStore | None, progress: Callable[[int, int], None] | None) -> PackedNamespace:
         """Write the parcel."""
-        origins, temporaries = _origins(self._pickler)
-        stream = self._stream.getbuffer()
-        parcel = write_parcel(stream, self._records, self._blocks, self._pickler.out_of_band, temporaries)
-        return PackedNamespace(parcel, origins, self._blocks.blocks, self._items, dict(self.left_out))
+        num_numbers = len(self._pickler.memo.copy())
+        origins, temporaries = origins_of(self._pickler)
+        common = Common() if self.sender is None else self.sender.common
+        contents = Contents(
+            self._stream.getbuffer(),
+            self._records,
+            self._pickler.out_of_band,
+            temporaries,
+            common.next_object,
+            common.memory.next_number,
+        )
+        parcel = write_parcel(contents, self._blocks, store=store, progress=progress)
+        self._pickler.close()
+        common.add_objects(common.next_object, origins, num_numbers)
+        common.memory.add_sent(self._blocks.blocks, parcel)
+        return PackedNamespace(parcel, common, self._items, dict(self.left_out), self._uses)
 
     def names_to_load_first(self) -> dict[str, str]:
         """What functions and methods use, of that which surely travels, with what leads to it."""
@@ -181,12 +251,8 @@ class _Packing:
         return {name: why for name, why in self._whys.items() if name in self.needed_names and name in names}
 
     def _load_order(self, name: str, *, in_functions: bool = False) -> int:
-        value = self.main.get(name)
-        if isinstance(value, types.ModuleType):
-            return _MODULE
-        if isinstance(value, (type, types.FunctionType)):
-            return _DEFINITION
-        return _USED_IN_FUNCTIONS if in_functions else _VALUE
+        order = load_order(self.main.get(name))
+        return _USED_IN_FUNCTIONS if order == _VALUE and in_functions else order
 
     def _enqueue(self, names: Iterable[str], why: str, *, in_functions: bool = False) -> None:
         for name in names:
@@ -215,6 +281,8 @@ class _Packing:
         return TravelItem(name, type(value).__name__, size, why)
 
     def _record(self, label: str, value: Any) -> None:
+        if self.sender is not None:
+            self.sender.begin_record(label)
         self._records.append((label, self._stream.tell()))
         self._current = label
         self._pickler.dump((label, value))
@@ -222,6 +290,7 @@ class _Packing:
     def _saw_function(self, func: types.FunctionType) -> None:
         self._note_source(func.__code__)
         names = sorted(globals_of_code(func.__code__))
+        self._uses.setdefault(self._current, set()).update(names)
         self._enqueue(names, f"{self._why} → {self._current}", in_functions=True)
         if self._load_order(self._current) == _VALUE:
             self.late_names.update(name for name in names if name in self._whys and name not in self._recorded)
@@ -239,7 +308,14 @@ class _Packing:
 _MODULE, _DEFINITION, _USED_IN_FUNCTIONS, _VALUE = range(4)
 
 
-def _origins(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:
+def load_order(value: Any) -> int:
+    """Where a value is best loaded among others."""
+    if isinstance(value, types.ModuleType):
+        return _MODULE
+    return _DEFINITION if isinstance(value, (type, types.FunctionType)) else _VALUE
+
+
+def origins_of(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:
     """The memo by number, without what was there for the pickle only: dicts of attributes, what only the memo holds.
 
     A container has a lower number than what it holds, so one pass in order also finds the parts of such objects.
@@ -269,7 +345,7 @@ def _attribute_dict(obj: Any) -> dict[str, Any] | None:
 
 
 def _references_of_a_temporary() -> int:
-    """What ``getrefcount`` says in :func:`_origins` of an object that nothing else holds; Python's versions differ."""
+    """What ``getrefcount`` says in :func:`origins_of` of what nothing else holds; Python's versions differ."""
     pairs = [(0, object())]
     while pairs:
         _, obj = pairs.pop()
@@ -306,7 +382,8 @@ def diagnose(main: dict[str, Any], name: str) -> Culprit | None:
 def try_pickle(main: dict[str, Any], obj: Any) -> BaseException | None:
     """Pickle ``obj`` alone, keeping nothing; the error, or None."""
     try:
-        NamespacePickler(_Nowhere(), main, OutgoingBlocks()).dump(obj)
+        with NamespacePickler(_Nowhere(), main, OutgoingBlocks()) as pickler:
+            pickler.dump(obj)
     except Exception as error:  # noqa: BLE001 - whatever keeps it from being pickled
         return error
     return None
@@ -315,16 +392,16 @@ def try_pickle(main: dict[str, Any], obj: Any) -> BaseException | None:
 def pack_value(main: dict[str, Any], value: Any) -> Parcel:
     """Pack one value by itself; :func:`load_value` is the other side."""
     stream, blocks = io.BytesIO(), OutgoingBlocks()
-    pickler = NamespacePickler(stream, main, blocks)
-    pickler.dump(value)
-    return write_parcel(stream.getbuffer(), [("value", 0)], blocks, pickler.out_of_band)
+    with NamespacePickler(stream, main, blocks) as pickler:
+        pickler.dump(value)
+        return write_parcel(Contents(stream.getbuffer(), [("value", 0)], pickler.out_of_band), blocks)
 
 
 def load_value(fd: int, main: dict[str, Any]) -> Any:
     """Load the value of a parcel from :func:`pack_value`."""
-    incoming = IncomingBlocks(fd)
+    incoming = IncomingBlocks([fd])
     with loading(Loading(incoming, main)) as context, without_warnings():
-        return pickle.Unpickler(io.BytesIO(incoming.stream), buffers=context.buffers).load()
+        return ParcelUnpickler(context).load()
 
 
 class _Nowhere:
@@ -337,27 +414,41 @@ class ReceivedNamespace:
     """A parcel as a rank has it after loading.
 
     Attributes:
-        incoming: The mapped parcel.
+        common: The objects and blocks that came.
         sources: Source text and execution count by code file name.
-        memo: The loaded objects by their memo number.
     """
 
-    incoming: IncomingBlocks
+    common: Common
     sources: dict[str, tuple[str, int | None]]
-    memo: dict[int, Any]
 
 
-def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -> ReceivedNamespace:
+class Receiver(Protocol):
+    """What takes the records of a parcel for ranks that have a namespace already."""
+
+    common: Common
+
+    def take_sync(self, sync: Any) -> None:
+        """Take the first record: the numbers of the objects that the kernel has no more."""
+
+    def take_update(self, number: int, aspect: str, payload: Any) -> None:
+        """Bring an object up to date."""
+
+
+def load_namespace(
+    fds: Sequence[int], main: dict[str, Any], *, before_names: Any = None, receiver: Receiver | None = None
+) -> ReceivedNamespace:
     """Map and load a parcel; names are bound in ``main`` as they come, since later ones may run code that needs them.
 
     Args:
-        fd: The parcel.
+        fds: The parcel, and the segments that go with it.
         main: The namespace that the notebook's functions get as their globals.
         before_names: Called with the process state before the first name is loaded: ``sys.path`` must be right by then.
+        receiver: For a parcel that brings up to date what was loaded before.
     """
-    incoming = IncomingBlocks(fd)
-    context = Loading(incoming, main)
-    unpickler = pickle.Unpickler(io.BytesIO(incoming.stream), buffers=context.buffers)
+    incoming = IncomingBlocks(fds)
+    common = Common() if receiver is None else receiver.common
+    context = Loading(incoming, main, common.memory)
+    unpickler = ParcelUnpickler(context, common.objects)
     sources: dict[str, tuple[str, int | None]] = {}
     with loading(context):
         for label, _ in incoming.manifest.records:
@@ -372,6 +463,18 @@ def load_namespace(fd: int, main: dict[str, Any], *, before_names: Any = None) -
                     before_names(pickle.loads(value))
             elif label == SOURCES_RECORD:
                 sources = value
+            elif label == SYNC_RECORD and receiver is not None:
+                receiver.take_sync(value)
+            elif label.startswith(UPDATE_RECORD) and receiver is not None:
+                number, aspect = label.removeprefix(UPDATE_RECORD).split(" ")
+                receiver.take_update(int(number), aspect, value)
+            elif label.startswith(DELETE_RECORD):
+                main.pop(label.removeprefix(DELETE_RECORD), None)
             else:
                 main[label] = value
-    return ReceivedNamespace(incoming, sources, unpickler.memo.copy())
+    memo = unpickler.memo.copy()
+    temporaries = set(incoming.manifest.temporaries)
+    objects = {number: obj for number, obj in memo.items() if number not in temporaries}
+    common.add_objects(incoming.manifest.first_object, objects, len(memo))
+    common.memory.add_received(incoming)
+    return ReceivedNamespace(common, sources)

@@ -21,7 +21,7 @@ import typing
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_internals
@@ -29,8 +29,9 @@ from cloudpickle import cloudpickle as cloudpickle_internals
 from taas_magic.namespace import rebuild
 from taas_magic.namespace.blocks import OutgoingBlocks, address_of
 
-#: Finds the block of the receiver in which an address of this process lies: (number, offset from the owner's start).
-Locate = Callable[[int], "tuple[int, int] | None"]
+#: Finds the block of the receiver in which memory (address, bytes) of this process lies: (number, offset from the
+#: owner's start).
+Locate = Callable[[int, int], "tuple[int, int] | None"]
 
 
 class MainGlobals:
@@ -68,15 +69,29 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         locate: Locate | None = None,
     ) -> None:
         self.out_of_band: list[int] = []
-        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        # Not the method itself: pickler and method would refer to each other, and keep all that was pickled alive.
+        this = weakref.ref(self)
+        super().__init__(file, protocol=5, buffer_callback=lambda buffer: this()._take_buffer(buffer))  # type: ignore[union-attr]
         self._main = main
         self._blocks = blocks
         self._on_function = on_function
         self._locate = locate
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, StorageEntry] = {}
         self._reducers: dict[type, Callable[[Any], Any]] = {}
         #: Ids of arrays whose memory several data frames may share until one of them writes.
         self._copied_on_write: set[int] = set()
+
+    def close(self) -> None:
+        """Let go of all that was pickled; the reducers refer back here, so it would wait for a collection."""
+        self.clear_memo()
+        self._reducers.clear()
+        self._storages.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- dispatch ------------------------------------------------------------------------------------------------
 
@@ -159,7 +174,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         )
 
     def _reduce_class(self, cls: type) -> Any:
-        reduced = super().reducer_override(cls)
+        reduced = _without_slot_names(super().reducer_override(cls))
         # A tuple's class has no slots of its own, and typing.NamedTuple refuses to be told so.
         if "__slots__" not in vars(cls) or issubclass(cls, tuple) or reduced is NotImplemented:
             return reduced
@@ -202,7 +217,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
     def _reference(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> tuple[int, int]:
         """The block reference for an owner's memory, and what to add to offsets from its start."""
         if self._locate is not None and nbytes:
-            located = self._locate(address)
+            located = self._locate(address, nbytes)
             if located is not None:
                 return -1 - located[0], located[1]
         return self._blocks.enter_part(address, nbytes, owner, writable=writable)
@@ -238,15 +253,19 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             self._copied_on_write.update(id(_owner_of(array)) for array in arrays)
         return NotImplemented
 
-    def _storage(self, storage: Any) -> _Storage:
+    def _storage(self, storage: Any) -> StorageEntry:
         """The entry for a storage: one for the same memory every time, so that the memo sees it as one."""
         entry = self._storages.get(storage._cdata)
         if entry is None:
             on_cpu = storage if storage.device.type == "cpu" else storage.cpu()
             nbytes = on_cpu.nbytes()
             reference, shift = self._reference(on_cpu.data_ptr() if nbytes else 0, nbytes, on_cpu)
-            entry = self._storages[storage._cdata] = _Storage(storage, reference, shift)
+            entry = self._storages[storage._cdata] = self._entry_of(storage, reference, shift)
         return entry
+
+    @staticmethod
+    def _entry_of(storage: Any, reference: int, shift: int) -> StorageEntry:
+        return StorageEntry(storage, reference, shift)
 
     def _reduce_storage(self, storage: Any) -> Any:
         entry, nbytes = self._storage(storage), storage.nbytes()
@@ -282,7 +301,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
 
 
 @dataclass(slots=True)
-class _Storage:
+class StorageEntry:
     """A storage in the stream. It pickles as one over its block, whose hull the tensors that use it widen."""
 
     storage: Any
@@ -291,6 +310,15 @@ class _Storage:
 
     def __reduce__(self) -> Any:
         return rebuild.storage, (self.reference, self.storage.device.type)
+
+
+def _without_slot_names(reduced: Any) -> Any:
+    """Leave out of a class what copyreg remembers of it in this process."""
+    if reduced is NotImplemented or reduced[0] is not cloudpickle_internals._make_skeleton_class:
+        return reduced
+    build, arguments, (attributes, slots), *rest = reduced
+    attributes = {name: value for name, value in attributes.items() if name != "__slotnames__"}
+    return build, arguments, (attributes, slots), *rest
 
 
 def _default(obj: Any) -> Any:

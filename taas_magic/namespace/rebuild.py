@@ -3,22 +3,26 @@
 The pickles name these functions, so their signatures are part of the protocol between kernel and ranks. They find the
 memory they refer to in the :class:`Loading` that is active while a stream is read.
 
-A *block reference* is an int: ``n >= 0`` is block n of the parcel that is being read; ``-1 - k`` is block k of the
-parcel that the reader itself had sent before, so its own memory.
+A *block reference* is an int: ``n >= 0`` is block n of the parcel that is being read; ``-1 - k`` is block k of those
+that both sides have, so the reader's own memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import pickle
 import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, view_of_memory
+from taas_magic.namespace.blocks import IncomingBlocks
+from taas_magic.namespace.common import CommonMemory
 
 
 class Loading:
@@ -28,13 +32,13 @@ class Loading:
         self,
         incoming: IncomingBlocks,
         main: dict[str, Any],
-        own_blocks: list[OutgoingBlock] | None = None,
+        own: CommonMemory | None = None,
         *,
         copy_below_bytes: int = 0,
     ) -> None:
         self.incoming = incoming
         self.main = main
-        self.own_blocks = own_blocks or []
+        self.own = own or CommonMemory()
         self._copy_below_bytes = copy_below_bytes
         self._copies: dict[int, memoryview] = {}
         self._own_storages: dict[int, Any] = {}
@@ -55,8 +59,15 @@ class Loading:
         """The bytes of a block and the offset, from its owner's start, of the first of them."""
         if reference >= 0:
             return self.view(reference), self.incoming.extent(reference).start
-        block = self.own_blocks[-1 - reference]
-        return view_of_memory(block.address, block.nbytes, block.owner), 0
+        block = self.own.blocks[-1 - reference]
+        return block.view, block.start
+
+    def start_of_storage(self, reference: int) -> int:
+        """Where, in its owner, what :meth:`storage` returns begins."""
+        if reference >= 0:
+            return self.incoming.extent(reference).start
+        block = self.own.blocks[-1 - reference]
+        return 0 if _is_storage(block.owner) else block.start
 
     def storage(self, reference: int) -> Any:
         """The untyped storage over a block; the reader's own storage where the block is its own."""
@@ -67,11 +78,31 @@ class Loading:
             return torch.frombuffer(view, dtype=torch.uint8).untyped_storage() if len(view) else torch.UntypedStorage(0)
         storage = self._own_storages.get(reference)
         if storage is None:
-            owner = self.own_blocks[-1 - reference].owner
-            if not isinstance(owner, torch.UntypedStorage):
+            owner = self.own.blocks[-1 - reference].owner
+            if not _is_storage(owner):
                 owner = torch.frombuffer(self.memory(reference)[0], dtype=torch.uint8).untyped_storage()
             storage = self._own_storages[reference] = owner
         return storage
+
+
+class ParcelUnpickler(pickle.Unpickler):
+    """Loads the streams of parcels; ``objects`` are those that both sides have."""
+
+    def __init__(self, context: Loading, objects: Mapping[int, Any] = MappingProxyType({})) -> None:
+        super().__init__(io.BytesIO(context.incoming.stream), buffers=context.buffers)
+        self._objects = objects
+
+    def persistent_load(self, number: Any) -> Any:
+        """See :class:`pickle.Unpickler`."""
+        try:
+            return self._objects[number]
+        except KeyError:
+            raise LookupError(f"object {number}, which the other side takes for known, is not known here") from None
+
+
+def _is_storage(owner: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(owner, torch.UntypedStorage)
 
 
 _active: list[Loading] = []
@@ -208,7 +239,7 @@ def tensor(  # noqa: PLR0917 - pickles call it
     """
     import torch
 
-    start = _active[-1].incoming.extent(reference).start if reference >= 0 else 0
+    start = _active[-1].start_of_storage(reference)
     result = torch.empty(0, dtype=dtype, device=storage.device)
     result.set_(storage, (offset - start) // dtype.itemsize, size, stride)
     return _dress(kind, result, requires_grad)

@@ -4,23 +4,45 @@ Every object in the unpickler's memo is one that the kernel has too, under the s
 change are noted shallowly on arrival. At the end each is compared with its note; what differs is sent as an update of
 that number, and wherever else an origin is met, its number is sent in its place. So the kernel's own objects are
 updated in place, and everything that refers to them still does.
+
+The kernel follows its objects in the same way between two cells of ranks that are kept (see
+:mod:`taas_magic.namespace.mirror`).
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import io
 import pickle
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from taas_magic.namespace import rebuild
-from taas_magic.namespace.aspects import KEPT, SAME, Aspect, aspects_of, has_own_state, is_immutable
-from taas_magic.namespace.blocks import OutgoingBlocks, Parcel, address_of, view_of_memory, write_parcel
-from taas_magic.namespace.pack import ReceivedNamespace
-from taas_magic.namespace.pickler import MainGlobals, NamespacePickler, Refused
+from taas_magic.namespace.aspects import (
+    KEPT,
+    SAME,
+    Aspect,
+    aspects_of,
+    has_own_state,
+    is_immutable,
+    place_of_tensor,
+)
+from taas_magic.namespace.blocks import (
+    Contents,
+    OutgoingBlock,
+    OutgoingBlocks,
+    Parcel,
+    address_of,
+    view_of_memory,
+    write_parcel,
+)
+from taas_magic.namespace.common import Common, CommonBlock
+from taas_magic.namespace.pack import load_order, origins_of
+from taas_magic.namespace.pickler import Locate, MainGlobals, NamespacePickler, Refused
+from taas_magic.namespace.store import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,49 @@ class HomeParcel:
     parcel: Parcel
     not_home: list[NotHome]
     unwrapped: list[str]
+    #: What both sides have in common once the receiver has taken it; only where that was asked for.
+    sent: Sent | None = None
+
+
+@dataclass
+class Sent:
+    """What a parcel adds to what both sides have."""
+
+    first_object: int
+    objects: dict[int, Any]
+    num_numbers: int
+    first_block: int
+    blocks: list[OutgoingBlock]
+    #: (number of a block that both have, place in the parcel of its new content).
+    changed: list[tuple[int, int]]
+    parcel: Parcel
+
+    def enter(self, common: Common) -> None:
+        """Note that the receiver has taken it."""
+        common.add_objects(self.first_object, self.objects, self.num_numbers)
+        memory, segment = common.memory, self.parcel.own
+        number_of = {place: number for number, place in self.changed}
+        for place, block in enumerate(self.blocks):
+            pristine = self.parcel.pristine_address(place)
+            if place in number_of:
+                known = memory.blocks[number_of[place]]
+                known.pristine, known.source = pristine, segment
+                continue
+            start, nbytes = block.hull
+            memory.add(
+                self.first_block + place,
+                CommonBlock(
+                    block.address + start,
+                    nbytes,
+                    start,
+                    block.owner,
+                    block.writable,
+                    pristine,
+                    segment,
+                    block.is_shared,
+                ),
+            )
+        memory.next_number = max(memory.next_number, self.first_block + len(self.blocks))
 
 
 @dataclass(slots=True)
@@ -63,21 +128,29 @@ class Tracker:
     """Notes the arrived namespace, and packs its changes.
 
     Args:
-        received: The namespace as it was loaded, before the cell runs.
+        common: What both sides have, as it was loaded, before the cell runs.
         main: The namespace that the cell runs in.
         ignored: Names that are the shell's own.
+        names: The names to follow; all that are the notebook's where it is None.
+        shares_memory: Whether the receiver's memory can be spoken of by the numbers of blocks.
     """
 
-    def __init__(self, received: ReceivedNamespace, main: dict[str, Any], ignored: Iterable[str] = ()) -> None:
-        self._incoming = received.incoming
+    def __init__(
+        self,
+        common: Common,
+        main: dict[str, Any],
+        ignored: Iterable[str] = (),
+        *,
+        names: Iterable[str] | None = None,
+        shares_memory: bool = True,
+    ) -> None:
+        self._common = common
+        self._memory = common.memory
+        self.locate: Locate | None = common.memory.locate if shares_memory else None
+        self._followed_names = None if names is None else frozenset(names)
         self._main = main
         self._ignored = frozenset(ignored)
-        temporaries = set(received.incoming.manifest.temporaries)
-        self._origins = {
-            number: obj
-            for number, obj in received.memo.items()
-            if number not in temporaries and self._can_be_followed(obj)
-        }
+        self._origins = {number: obj for number, obj in common.objects.items() if self._can_be_followed(obj)}
         self._number_of = {id(obj): number for number, obj in self._origins.items()}
         #: Ids of opaque origins that changed: they come home by value, so whatever holds them has to be sent.
         self._changed_opaque: set[int] = set()
@@ -87,8 +160,7 @@ class Tracker:
         self._names = {name: self.note(value) for name, value in main.items() if self._is_notebook_name(name)}
 
     def _can_be_followed(self, obj: Any) -> bool:
-        is_by_value = isinstance(obj, (tuple, frozenset, MainGlobals)) or obj is self._main
-        return not is_by_value and not is_immutable(obj)
+        return can_be_followed(obj, self._main)
 
     # -- noting --------------------------------------------------------------------------------------------------
 
@@ -106,12 +178,12 @@ class Tracker:
         numpy = sys.modules.get("numpy")
         if numpy is None or not isinstance(obj, numpy.ndarray) or not obj.nbytes:
             return False
-        located = self._incoming.locate(obj.ctypes.data)
-        return located is not None and not self._incoming.extent(located[0]).writable
+        located = self._memory.locate(obj.ctypes.data)
+        return located is not None and not self._memory.blocks[located[0]].writable
 
     def has_arrived(self, address: int) -> bool:
         """See :class:`taas_magic.namespace.aspects.View`."""
-        return self._incoming.locate(address) is not None
+        return self._memory.locate(address) is not None
 
     def note(self, value: Any) -> Any:
         """See :class:`taas_magic.namespace.aspects.View`."""
@@ -139,12 +211,12 @@ class Tracker:
     def _digest(self, obj: Any) -> Any:
         """The pickle of an object with its buffers, in which other origins are only numbers; None if it has none."""
         stream = io.BytesIO()
-        pickler = _DigestPickler(self, stream, OutgoingBlocks(), by_value=id(obj))
-        try:
-            pickler.dump(obj)
-        except BaseException:  # noqa: BLE001 - an object's own code may call sys.exit
-            return None
-        return stream.getvalue(), pickler.buffer_digests, pickler.block_digests()
+        with _DigestPickler(self, stream, OutgoingBlocks(), by_value=id(obj)) as pickler:
+            try:
+                pickler.dump(obj)
+            except BaseException:  # noqa: BLE001 - an object's own code may call sys.exit
+                return None
+            return stream.getvalue(), pickler.buffer_digests, pickler.block_digests()
 
     def number_of(self, obj: Any) -> int | None:
         """The memo number under which the kernel has an object; None where it comes home by value."""
@@ -153,20 +225,29 @@ class Tracker:
 
     # -- packing -------------------------------------------------------------------------------------------------
 
-    def pack_changes(self, extra: dict[str, Any] | None = None, exclude: Iterable[str] = ()) -> HomeParcel:
+    def pack_changes(
+        self,
+        extra: dict[str, Any] | None = None,
+        exclude: Iterable[str] = (),
+        *,
+        keep: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> HomeParcel:
         """Pack every binding, deletion and update, and the ``extra`` records ("result", "random").
 
         Args:
             extra: More records by label.
             exclude: Labels that the kernel could not load.
+            keep: Return what both sides have in common afterwards, too.
+            progress: Called with the bytes that are copied, and all that will be.
         """
-        self._find_changed_opaque()
         not_home: list[NotHome] = []
-        records = dict(self._records(not_home))
+        records = dict(self.changes(not_home))
         records.update(extra or {})
         skipped = set(exclude)
         while True:
-            packing = _Packing(self, {label: value for label, value in records.items() if label not in skipped})
+            chosen = {label: value for label, value in records.items() if label not in skipped}
+            packing = _Packing(self, chosen, keep, progress)
             try:
                 parcel = packing.run()
             except _RecordError as failure:
@@ -176,7 +257,41 @@ class Tracker:
                 if records[label] is SAME:
                     skipped.add(label)
                 continue
-            return HomeParcel(parcel, not_home, packing.unwrapped)
+            return HomeParcel(parcel, not_home, packing.unwrapped, packing.sent)
+
+    def changes(self, not_home: list[NotHome]) -> Iterator[tuple[str, Any]]:
+        """Yield a label and a payload for all that has changed; what cannot be looked at is added to ``not_home``."""
+        self._find_changed_memory()
+        self._find_changed_opaque()
+        yield from self._records(not_home)
+
+    def _find_changed_memory(self) -> None:
+        """Find the shared blocks that changed, and the places of others that did: objects over those are sent anew."""
+        self.changed_blocks: list[int] = []
+        self._rewritten: list[tuple[int, int]] = []
+        for number in self._memory.changed():
+            block = self._memory.blocks[number]
+            if block.is_shared and self.locate is not None:
+                self.changed_blocks.append(number)
+            else:
+                self._rewritten.append((block.address, block.address + block.nbytes))
+        self._rewritten.sort()
+
+    def is_rewritten(self, address: int) -> bool:
+        """Whether an address is in memory that has changed and is not sent as a block; after :meth:`changes`."""
+        at = bisect.bisect_right(self._rewritten, (address, sys.maxsize)) - 1
+        return at >= 0 and address < self._rewritten[at][1]
+
+    def _with_content(self, aspect: Aspect, obj: Any, payload: Any) -> Any:
+        """Add the content of a tensor or an array to what is sent of it, where that is in no block that is sent."""
+        if aspect.name == "array" and payload is SAME and self.is_rewritten(obj.ctypes.data):
+            return obj.view()
+        if aspect.name == "tensor" and (payload is SAME or "tensor" not in payload):
+            address = place_of_tensor(obj)
+            if address and self.is_rewritten(address):
+                content: Any = {} if payload is SAME else payload
+                return {**content, "tensor": obj.detach(), "requires_grad": obj.requires_grad and obj.is_leaf}
+        return payload
 
     def _find_changed_opaque(self) -> None:
         """Find the opaque origins whose pickle is another one now; who holds one of those by value has changed too."""
@@ -198,6 +313,8 @@ class Tracker:
                 except Exception as error:  # noqa: BLE001 - the user's code may raise anything
                     not_home.append(NotHome(self._path_of(item.number), _reason(error)))
                     continue
+                if self._rewritten:
+                    payload = self._with_content(aspect, item.obj, payload)
                 if payload is not SAME:
                     yield f"update {item.number} {aspect.name}", payload
         for item in self._changed_states:
@@ -205,15 +322,21 @@ class Tracker:
                 yield f"update {item.number} state", item.obj.__getstate__()
             except Exception as error:  # noqa: BLE001 - the user's code may raise anything
                 not_home.append(NotHome(self._path_of(item.number), _reason(error)))
-        for name, value in list(self._main.items()):
-            if self._is_notebook_name(name) and (name not in self._names or self.differs(self._names[name], value)):
-                yield f"bind {name}", value
+        changed = [
+            (name, value)
+            for name, value in list(self._main.items())
+            if self._is_notebook_name(name) and (name not in self._names or self.differs(self._names[name], value))
+        ]
+        # Loading an object runs its class's code, which may use the other names.
+        for name, value in sorted(changed, key=lambda pair: load_order(pair[1])):
+            yield f"bind {name}", value
         for name in self._names:
             if self._is_notebook_name(name) and name not in self._main:
                 yield f"delete {name}", None
 
     def _is_notebook_name(self, name: str) -> bool:
-        return name not in self._ignored and not name.startswith("__")
+        is_followed = self._followed_names is None or name in self._followed_names
+        return is_followed and name not in self._ignored and not name.startswith("__")
 
     def _without_failing_parts(self, label: str, payload: Any, error: BaseException) -> tuple[Any, list[NotHome]]:
         """Leave out of a record what cannot be pickled; (SAME, ...) where nothing remains."""
@@ -247,7 +370,8 @@ class Tracker:
 
     def _problem(self, value: Any) -> BaseException | None:
         try:
-            _HomePickler(self, io.BytesIO(), OutgoingBlocks()).dump(value)
+            with _HomePickler(self, io.BytesIO(), OutgoingBlocks()) as pickler:
+                pickler.dump(value)
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             return error
         return None
@@ -263,6 +387,17 @@ class Tracker:
                 if part is target:
                     return f"{name}.{attribute}"
         return f"a {type(target).__name__}"
+
+
+def can_be_followed(obj: Any, main: dict[str, Any]) -> bool:
+    """Whether an object can change, and so has a number of its own on both sides."""
+    is_by_value = isinstance(obj, (tuple, frozenset, MainGlobals)) or obj is main
+    return not is_by_value and not is_immutable(obj)
+
+
+def is_ddp(kind: type) -> bool:
+    """Whether it wraps a module for a process group, and so stands for the module in a process without one."""
+    return kind.__name__ == "DistributedDataParallel" and kind.__module__.startswith("torch.")
 
 
 def _reason(error: BaseException) -> str:
@@ -282,43 +417,84 @@ class _Packing:
 
     tracker: Tracker
     records: dict[str, Any]
+    keep: bool = False
+    progress: Callable[[int, int], None] | None = None
     unwrapped: list[str] = field(default_factory=list)
+    sent: Sent | None = None
 
     def run(self, regions: list[tuple[int, int]] | None = None) -> Parcel:
         """Pack; ``regions`` are those of overlapping memory, which the first attempt finds."""
         stream = io.BytesIO()
         blocks = OutgoingBlocks(regions or [])
         self.unwrapped.clear()
-        incoming = self.tracker._incoming
+        memory = self.tracker._memory
         changed: list[tuple[int, int]] = []
-        for number in incoming.changed():
-            view = incoming.view(number)
-            address = incoming.address(number)
-            block = blocks.enter(address, len(view), incoming)
-            blocks.blocks[block].use(0, len(view))
-            changed.append((number, block))
+        for number in self.tracker.changed_blocks:
+            common = memory.blocks[number]
+            index = blocks.enter(common.address, common.nbytes, common.owner)
+            blocks.blocks[index].use(0, common.nbytes)
+            changed.append((number, index))
         pickler = _HomePickler(self.tracker, stream, blocks)
         offsets: list[tuple[str, int]] = []
         for label, value in {"blocks": changed, **self.records}.items():
             offsets.append((label, stream.tell()))
-            wrapped = len(pickler.unwrapped)
+            wrapped, num_blocks = len(pickler.unwrapped), len(blocks.blocks)
             try:
                 pickler.dump(value)
             except BaseException as error:
+                pickler.close()
                 raise _RecordError(label, error) from error
+            if label.endswith((" tensor", " array")) and label.startswith("update "):
+                for block in blocks.blocks[num_blocks:]:
+                    block.is_shared = False
             if len(pickler.unwrapped) > wrapped and label.startswith("bind "):
                 self.unwrapped.append(label.removeprefix("bind "))
         found = blocks.overlapping() if regions is None else []
         if found:
+            pickler.close()
             return self.run(found)
-        return write_parcel(stream.getbuffer(), offsets, blocks, pickler.out_of_band)
+        contents = Contents(stream.getbuffer(), offsets, pickler.out_of_band)
+        try:
+            if not self.keep:
+                return write_parcel(contents, blocks, progress=self.progress)
+            return self._write_kept(contents, pickler, blocks, changed)
+        finally:
+            pickler.close()
+
+    def _write_kept(
+        self, contents: Contents, pickler: _HomePickler, blocks: OutgoingBlocks, changed: list[tuple[int, int]]
+    ) -> Parcel:
+        common = self.tracker._common
+        num_numbers = len(pickler.memo.copy())
+        objects, temporaries = origins_of(pickler)
+        wrappers = [place for place, obj in objects.items() if is_ddp(type(obj))]
+        for place in wrappers:
+            del objects[place]
+        contents = replace(
+            contents,
+            temporaries=[*temporaries, *wrappers],
+            first_object=common.next_object,
+            first_block=common.memory.next_number,
+        )
+        parcel = write_parcel(contents, blocks, progress=self.progress)
+        parcel.own = Segment(parcel.fd, parcel.size_bytes)
+        self.sent = Sent(
+            common.next_object,
+            objects,
+            num_numbers,
+            common.memory.next_number,
+            blocks.blocks,
+            changed,
+            parcel,
+        )
+        return parcel
 
 
 class _HomePickler(NamespacePickler):
     """Writes origins as their numbers, and memory that arrived as the kernel's own."""
 
     def __init__(self, tracker: Tracker, file: Any, blocks: OutgoingBlocks, *, by_value: int = 0) -> None:
-        super().__init__(file, tracker._main, blocks, locate=tracker._incoming.locate)
+        super().__init__(file, tracker._main, blocks, locate=tracker.locate)
         self._tracker = tracker
         self._by_value = by_value
         self.unwrapped: list[str] = []
@@ -329,7 +505,7 @@ class _HomePickler(NamespacePickler):
         return self._tracker.number_of(obj)
 
     def _choose_reducer(self, kind: type) -> Any:
-        if kind.__name__ == "DistributedDataParallel" and kind.__module__.startswith("torch."):
+        if is_ddp(kind):
             return self._reduce_ddp
         if kind.__name__ == "DTensor" and kind.__module__.startswith("torch."):
             return self._refuse_shard
@@ -359,8 +535,8 @@ class _DigestPickler(_HomePickler):
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         address = address_of(raw)
-        located = self._locate(address) if self._locate is not None and address else None
-        if located is not None and self._tracker._incoming.extent(located[0]).writable:
+        located = self._locate(address, raw.nbytes) if self._locate is not None and address else None
+        if located is not None and self._tracker._memory.blocks[located[0]].writable:
             self.buffer_digests.append((*located, raw.nbytes))
         else:
             self.buffer_digests.append(_hash(raw))

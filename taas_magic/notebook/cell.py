@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,28 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.failures import describe_exit, exception_of
+from taas_magic.client.progress import Progress
 from taas_magic.client.run import RunOutcome, RunRequest
-from taas_magic.client.session import Place, Session, new_run_id, place_locally, visible_gpus
+from taas_magic.client.session import (
+    Kept,
+    Place,
+    Session,
+    new_run_id,
+    place_locally,
+    store_budget_bytes,
+    visible_gpus,
+)
 from taas_magic.envfile import read_env_file
-from taas_magic.errors import CannotTravelError, PragmaError
+from taas_magic.errors import CannotTravelError, PlacementError, PragmaError
 from taas_magic.namespace import process_state
+from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.names import CellNames, names_of_cell
 from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
 from taas_magic.notebook.plan import describe_plan
 from taas_magic.notebook.view import NotebookView
 from taas_magic.pragma import ParsedCell, Pragma
 from taas_magic.settings import Settings, load_settings
-from taas_magic.units import plural
+from taas_magic.units import format_seconds, plural
 from taas_magic.wire import CellTask
 
 #: IPython's own names; they travel only where the user has bound them to something else.
@@ -32,7 +42,42 @@ _SHELL_NAMES = ("In", "Out", "exit", "quit", "get_ipython", "open", "_ih", "_oh"
 _NAMED_PATHS = 3
 
 
-def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, transform: Callable[[str], str]) -> None:
+def run_cell_for_value(  # noqa: PLR0917 - what run_cell takes
+    shell: InteractiveShell,
+    session: Session,
+    pragma: Pragma,
+    source: str,
+    transform: Callable[[str], str],
+    anew: frozenset[str] = frozenset(),
+) -> list[Any]:
+    """Run a line on kept ranks, and return what it gives on each, in place of showing it; see :func:`run_cell`."""
+    values: list[Any] = []
+    run_cell(shell, session, ParsedCell(pragma, source), transform, anew=anew, take_results=values.extend)
+    return values
+
+
+def require_kept(session: Session, what: str) -> Kept:
+    """The kept ranks.
+
+    Raises:
+        PlacementError: if there are none.
+        KeptRanksLostError: if they have ended.
+    """
+    kept = session.live_kept()
+    if kept is None:
+        raise PlacementError.of(f"there are no ranks to {what}", do="run a cell with `#pragma taas --gpus N --keep`")
+    return kept
+
+
+def run_cell(
+    shell: InteractiveShell,
+    session: Session,
+    parsed: ParsedCell,
+    transform: Callable[[str], str],
+    *,
+    anew: frozenset[str] = frozenset(),
+    take_results: Callable[[list[Any]], None] | None = None,
+) -> None:
     """Run a parsed cell on ranks and bring home what rank 0 made.
 
     Args:
@@ -40,6 +85,8 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
         session: The connection to the runner.
         parsed: The pragma and the code.
         transform: ``shell.transform_cell`` without our own transformation.
+        anew: Names that kept ranks get in any case.
+        take_results: Gets what ``--rank-results`` asks for, in place of the cell's output.
 
     Raises:
         TaasError: if the run cannot be started, or its processes are lost.
@@ -50,12 +97,14 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
     settings = load_settings(Path.cwd(), os.environ)
     environment = _environment(pragma)
     session.warm_up()
+    kept = _kept_for(session, pragma)
     # IPython's transformation takes milliseconds a magic, and is asked for more than once.
     transform = functools.cache(transform)
     names = _names(shell, parsed.code, transform)
-    # Packed before the zygote is waited for: what cannot travel is said at once.
-    packed = _pack(shell, names, pragma, environment)
     view = NotebookView(shell)
+    session.store.budget_bytes = store_budget_bytes(settings)
+    # Packed before the zygote is waited for: what cannot travel is said at once.
+    packed = _pack(shell, names, pragma, environment, session, view, kept, anew)
     try:
         if pragma.dry_run:
             print(describe_plan(packed, sorted(names.bound)))
@@ -63,17 +112,85 @@ def run_cell(shell: InteractiveShell, session: Session, parsed: ParsedCell, tran
         runner, ready = session.ready_runner(view)
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         num_gpus = visible_gpus(ready.num_gpus, runner.cuda_visible_devices, visible)
-        place = place_locally(pragma, num_gpus, settings)
-        request = _request(shell, parsed, packed, place, settings, environment)
-        if place.notice:
-            view.notice(place.notice)
+        place = place_locally(pragma, num_gpus, settings) if kept is None else kept.place
+        request = _request(shell, parsed, packed, place, settings, environment, session, kept)
+        for notice in _first_notices(place, pragma, settings, kept):
+            view.notice(notice)
         _remember_source(shell, transform(parsed.code))
+        if kept is not None:
+            kept.mirror.sent(packed)
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
         packed.parcel.close()
+    mirror = request.mirror
     # The traceback of what is raised next may live long; it must not keep alive all that travelled.
     del packed, request
+    if mirror is not None:
+        cell_number = kept.cell_number if kept is not None else number_of_cell(shell)
+        _keep_ranks(session, outcome, Kept(outcome.ended.kept_id, place, _writes(pragma, kept), mirror, cell_number))
+    if take_results is not None:
+        take_results(outcome.rank_results or [])
+        outcome.rank_results = None
     _conclude(view, outcome, pragma, settings)
+
+
+def _kept_for(session: Session, pragma: Pragma) -> Kept | None:
+    """The kept ranks that the cell runs in; None where it gets new ones.
+
+    Raises:
+        PlacementError: if ranks are kept that do not fit the cell.
+        KeptRanksLostError: if they have ended.
+    """
+    if pragma.dry_run and session.kept is None:
+        # It asks for nothing that would have to be there.
+        return None
+    kept = session.live_kept()
+    if kept is None:
+        if pragma.rank != "all":
+            raise PlacementError.of(
+                "--rank chooses among ranks that were kept, and none are",
+                expected="an earlier cell with --keep",
+                do="leave --rank out, or run a cell with --keep first",
+            )
+        return None
+    num_ranks = kept.place.num_ranks
+    if pragma.gpus != num_ranks:
+        raise PlacementError.of(
+            f"--gpus {pragma.gpus}, and {plural(num_ranks, 'rank')} are kept since cell [{kept.cell_number}]",
+            expected=f"--gpus {num_ranks}, which runs in them; --rank chooses some of them",
+            do="`%taas release` ends them",
+        )
+    if pragma.writes == "all" and kept.writes != "all":
+        raise PlacementError.of(
+            "--writes all, and the ranks that are kept have given up their right to write in the project",
+            expected="a cell without --writes",
+            do="`%taas release`, then start them with --writes all",
+        )
+    return kept
+
+
+def _first_notices(place: Place, pragma: Pragma, settings: Settings, kept: Kept | None) -> Iterator[str]:
+    if kept is not None:
+        return
+    if place.notice:
+        yield place.notice
+    if pragma.keep:
+        ranks = plural(place.num_ranks, "rank")
+        idle = format_seconds(settings.keep.idle_s)
+        yield f"the {ranks} stay after this cell: until `%taas release`, the kernel's end, or {idle} without a cell"
+
+
+def _writes(pragma: Pragma, kept: Kept | None) -> str:
+    return pragma.writes if kept is None else kept.writes
+
+
+def _keep_ranks(session: Session, outcome: RunOutcome, kept: Kept) -> None:
+    """Note that the ranks stay, and what both sides have then; or that they do not."""
+    if not kept.id:
+        session.keep(None)
+        return
+    kept.mirror.note(outcome.ended.forgotten)
+    session.keep(kept)
 
 
 def _names(shell: InteractiveShell, source: str, transform: Callable[[str], str]) -> CellNames:
@@ -131,22 +248,36 @@ def _environment(pragma: Pragma) -> dict[str, str]:
     return environment
 
 
-def _pack(shell: InteractiveShell, names: CellNames, pragma: Pragma, environment: dict[str, str]) -> PackedNamespace:
+def _pack(  # noqa: PLR0917 - everything that packing depends on
+    shell: InteractiveShell,
+    names: CellNames,
+    pragma: Pragma,
+    environment: dict[str, str],
+    session: Session,
+    view: NotebookView,
+    kept: Kept | None,
+    anew: frozenset[str] = frozenset(),
+) -> PackedNamespace:
     missing = [name for name in pragma.with_names if name not in shell.user_ns]
     if missing:
         raise CannotTravelError.of(
             f"--with {','.join(missing)}: the notebook has no such name",
             do="define it in an earlier cell, or leave it out",
         )
-    selection = Selection(tuple(dict.fromkeys((*names.needed, *pragma.with_names))), names.maybe)
-    numbers = getattr(shell.compile, "_filename_map", {})
-    return pack_namespace(
-        shell.user_ns,
-        selection,
-        process_state=process_state.capture(environment),
-        hidden=_hidden(shell),
-        cell_numbers=numbers,
-    )
+    selection = Selection(tuple(dict.fromkeys((*names.needed, *pragma.with_names))), names.maybe, anew)
+    progress = Progress(view.progress, "copying the cell's state")
+    pack = functools.partial(pack_namespace, shell.user_ns) if kept is None else kept.mirror.pack
+    try:
+        return pack(
+            selection,
+            process_state=process_state.capture(environment),
+            hidden=_hidden(shell),
+            cell_numbers=getattr(shell.compile, "_filename_map", {}),
+            store=session.store,
+            progress=progress.tell,
+        )
+    finally:
+        progress.end()
 
 
 def _hidden(shell: InteractiveShell) -> dict[str, Any]:
@@ -164,6 +295,8 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
     place: Place,
     settings: Settings,
     environment: dict[str, str],
+    session: Session,
+    kept: Kept | None,
 ) -> RunRequest:
     pragma = parsed.pragma
     sent = {item.name for item in packed.items}
@@ -184,9 +317,32 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
         traceback_mode=str(getattr(shell.InteractiveTB, "mode", "Context")),
         rehearse=place.rehearse,
         rank_results=pragma.rank_results,
+        keep=pragma.keep or kept is not None,
+        ranks=[] if pragma.rank == "all" else sorted(pragma.rank),
     )
-    show = None if pragma.show == "all" else sorted(pragma.show)
-    return RunRequest(task, packed, show, settings.stop.grace_s, pragma.timeout_s)
+    mirror = kept.mirror if kept is not None else None
+    if pragma.keep and kept is None:
+        mirror = Mirror(packed, shell.user_ns, {*_SHELL_NAMES, *_hidden(shell)})
+    return RunRequest(
+        task,
+        packed,
+        _shown_ranks(pragma),
+        settings.stop.grace_s,
+        pragma.timeout_s,
+        session.store,
+        kept_id=kept.id if kept is not None else "",
+        idle_s=settings.keep.idle_s,
+        mirror=mirror,
+    )
+
+
+def _shown_ranks(pragma: Pragma) -> list[int] | None:
+    if pragma.show == "all":
+        return None
+    if pragma.rank != "all" and pragma.show == {0}:
+        # Who chooses ranks wants to see what they write.
+        return sorted(pragma.rank)
+    return sorted(pragma.show)
 
 
 def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings: Settings) -> None:
@@ -212,6 +368,13 @@ def _notices(outcome: RunOutcome) -> list[str]:
     if not outcome.ended.home:
         reason = outcome.ended.detail or "rank 0 could not be reached"
         notices.append(f"nothing came home, the notebook is as it was before the cell: {reason}")
+    if outcome.ended.kept_id and outcome.ended.group_is_broken:
+        notices.append(
+            "the ranks stay with their variables, but their process group had to be broken off: "
+            "call init_process_group again before the next collective"
+        )
+    if outcome.was_to_stay and not outcome.ended.kept_id:
+        notices.append("the ranks could not stay: some have ended, so all have, and their variables with them")
     for death in outcome.ended.late_deaths:
         how = f"rank {death.rank} {describe_exit(death.exit_code)} at its end, after the cell had finished"
         notices.append(f"{how}: {death.hint}" if death.hint else how)

@@ -14,7 +14,7 @@ from taas_magic.errors import PragmaError, TaasError
 from taas_magic.notebook.cell import rank_environment, run_cell
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
-from taas_magic.pragma import ParsedCell, parse_cell, parse_magic_cell
+from taas_magic.pragma import ParsedCell, parse_cell, parse_flags, parse_magic_cell
 
 #: The cell magic that a cell with a pragma becomes; not for users, whose magic is ``%%taas``.
 _PRAGMA_MAGIC = "taas_pragma_cell"
@@ -89,6 +89,23 @@ class Extension:
 
     def _run(self, parsed: ParsedCell) -> None:
         run_cell(self.shell, self.session, parsed, self._plain_transform)
+
+    def pull(self, name: str, ranks: str) -> Any:
+        """The value of an expression on kept ranks: one, or a list where several are asked for."""
+        from taas_magic.notebook.cell import require_kept, run_cell_for_value
+
+        kept = require_kept(self.session, "pull from")
+        flags = f"--gpus {kept.place.num_ranks} --rank {ranks} --rank-results"
+        values = run_cell_for_value(self.shell, self.session, parse_flags(flags), name, self._plain_transform)
+        return values[0] if ranks.isdigit() else values
+
+    def push(self, names: list[str]) -> None:
+        """Give the notebook's values to all kept ranks."""
+        from taas_magic.notebook.cell import require_kept, run_cell_for_value
+
+        kept = require_kept(self.session, "push to")
+        pragma = parse_flags(f"--gpus {kept.place.num_ranks} --with {','.join(names)}")
+        run_cell_for_value(self.shell, self.session, pragma, "", self._plain_transform, anew=frozenset(names))
 
     def _plain_transform(self, source: str) -> str:
         """IPython's transformation without ours, for the text that ranks will run."""

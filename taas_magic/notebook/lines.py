@@ -32,7 +32,8 @@ class LineOrder:
 
     def put(self, piece: Text, now: float) -> Iterator[Text]:
         """Take a piece; yields what is to be shown now, in order. ``now`` is in seconds on any steady clock."""
-        if self.unfinished not in (None, piece.rank):
+        is_behind = any(waiting.rank == piece.rank for _, waiting in self._waiting)
+        if is_behind or self.unfinished not in (None, piece.rank):
             self._waiting.append((now, piece))
             yield from self.tick(now)
             return
@@ -65,10 +66,14 @@ class LineOrder:
 
     def _release(self) -> Iterator[Text]:
         """Yield waiting texts in order, as far as no line is left unfinished by another rank."""
-        waiting, self._waiting = self._waiting, []
-        for since, piece in waiting:
-            if self.unfinished in (None, piece.rank) and not any(p.rank == piece.rank for _, p in self._waiting):
-                self.unfinished = None if piece.text.endswith("\n") else piece.rank
-                yield piece
-            else:
-                self._waiting.append((since, piece))
+        has_shown = True
+        while has_shown:
+            has_shown = False
+            waiting, self._waiting = self._waiting, []
+            for since, piece in waiting:
+                if self.unfinished in (None, piece.rank) and not any(p.rank == piece.rank for _, p in self._waiting):
+                    self.unfinished = None if piece.text.endswith("\n") else piece.rank
+                    has_shown = True
+                    yield piece
+                else:
+                    self._waiting.append((since, piece))

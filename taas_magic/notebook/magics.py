@@ -7,7 +7,7 @@ import difflib
 import shlex
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taas_magic.errors import PragmaError
 from taas_magic.units import format_seconds, plural
@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 _HELP = """\
 %taas                        what the runner is doing
 %taas logs [--rank N] [--run ID]   all that a rank wrote, by default rank 0 of the latest run
+%taas plan                   at the head of a pragma cell: run nothing, list what would travel
+%taas pull NAME [--rank RANKS]     the value that ranks that were kept have under a name; a list with `--rank all`
+%taas push NAME [NAME ...]   give the notebook's values to all ranks that were kept, in place of theirs
+%taas release                end the ranks that were kept
 %taas restart                end the runner and start a new one
 %taas help                   this text
 %%taas --gpus N ...          run the cell on N ranks; the flags are those of `#pragma taas`"""
 
 
-def make_magics(extension: Extension) -> tuple[Callable[[str], None], Callable[[str, str], None]]:
+def make_magics(extension: Extension) -> tuple[Callable[[str], Any], Callable[[str, str], None]]:
     """The functions behind ``%taas`` and ``%%taas``."""
 
-    def line_magic(line: str) -> None:
+    def line_magic(line: str) -> Any:
         """Ask about taas; ``%taas help`` lists what."""
         with extension.errors_without_frames():
-            _command(extension, line)
+            return _command(extension, line)
 
     def cell_magic(line: str, cell: str) -> None:
         """Run the cell on ranks; see ``%taas help``."""
@@ -38,12 +42,16 @@ def make_magics(extension: Extension) -> tuple[Callable[[str], None], Callable[[
     return line_magic, cell_magic
 
 
-def _command(extension: Extension, line: str) -> None:
+def _command(extension: Extension, line: str) -> Any:
     words = _words(line)
     name, arguments = (words[0], words[1:]) if words else ("status", [])
-    commands: dict[str, Callable[[Extension, list[str]], None]] = {
+    commands: dict[str, Callable[[Extension, list[str]], Any]] = {
         "status": _status,
         "logs": _logs,
+        "plan": _plan,
+        "pull": _pull,
+        "push": _push,
+        "release": _release,
         "restart": _restart,
         "help": lambda _, __: print(_HELP),
     }
@@ -54,7 +62,7 @@ def _command(extension: Extension, line: str) -> None:
             expected=", ".join(commands),
             do=f"write `%taas {nearest[0]}`" if nearest else "`%taas help`",
         )
-    commands[name](extension, arguments)
+    return commands[name](extension, arguments)
 
 
 def _words(line: str) -> list[str]:
@@ -76,12 +84,18 @@ def _status(extension: Extension, arguments: list[str]) -> None:
         print(f"run {status.run_id}: {format_seconds(status.seconds)}")
         for rank, (phase, pid) in enumerate(status.ranks):
             print(f"  rank {rank}: {phase}, pid {pid}")
+    kept = extension.session.kept
+    if status.kept_pids and kept is not None:
+        ranks = plural(len(status.kept_pids), "rank")
+        print(f"kept since cell [{kept.cell_number}]: {ranks}, for {format_seconds(status.kept_for_s)} without a cell")
+        for rank, pid in enumerate(status.kept_pids):
+            print(f"  rank {rank}: resting, pid {pid}")
     if status.kept:
         print("kept output: " + ", ".join(f"{run_id} ({plural(ranks, 'rank')})" for run_id, ranks in status.kept))
 
 
 def _logs(extension: Extension, arguments: list[str]) -> None:
-    options = _options(arguments, {"--rank": "0", "--run": ""})
+    options = _options("logs [--rank N] [--run ID]", arguments, {"--rank": "0", "--run": ""})
     if not options["--rank"].isdigit():
         raise PragmaError.of(f"--rank {options['--rank']}", expected="a rank, 0 or more", do="`%taas logs --rank 3`")
     decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in ("stdout", "stderr")}
@@ -89,14 +103,44 @@ def _logs(extension: Extension, arguments: list[str]) -> None:
         (sys.stdout if stream == "stdout" else sys.stderr).write(decoders[stream].decode(data))
 
 
-def _options(arguments: list[str], defaults: dict[str, str]) -> dict[str, str]:
+def _options(usage: str, arguments: list[str], defaults: dict[str, str]) -> dict[str, str]:
     options = dict(defaults)
     words = [part for word in arguments for part in word.split("=", 1)]
     for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
         if name not in options or not value:
-            raise PragmaError.of(f"%taas logs {' '.join(arguments)}", expected="[--rank N] [--run ID]")
+            raise PragmaError.of(f"%taas {usage.split(maxsplit=1)[0]} {' '.join(arguments)}", expected=f"%taas {usage}")
         options[name] = value
     return options
+
+
+def _plan(extension: Extension, arguments: list[str]) -> None:
+    raise PragmaError.of(
+        "%taas plan is not at the head of a cell with a pragma",
+        expected="`%taas plan` as a line above `#pragma taas --gpus N`, or below it, before the first statement",
+        do="put it into the cell that it is about",
+    )
+
+
+def _pull(extension: Extension, arguments: list[str]) -> Any:
+    usage = "pull NAME [--rank RANKS]"
+    if not arguments or not arguments[0].isidentifier():
+        raise PragmaError.of(f"%taas pull {' '.join(arguments)}", expected=f"%taas {usage}")
+    name, options = arguments[0], _options(usage, arguments[1:], {"--rank": "0"})
+    return extension.pull(name, options["--rank"])
+
+
+def _push(extension: Extension, arguments: list[str]) -> None:
+    if not arguments or not all(word.isidentifier() for word in arguments):
+        raise PragmaError.of(f"%taas push {' '.join(arguments)}", expected="%taas push NAME [NAME ...]")
+    extension.push(arguments)
+
+
+def _release(extension: Extension, arguments: list[str]) -> None:
+    kept = extension.session.release()
+    if kept is None:
+        print("no ranks are kept")
+    else:
+        print(f"{plural(kept.place.num_ranks, 'rank')} ended, kept since cell [{kept.cell_number}]")
 
 
 def _restart(extension: Extension, arguments: list[str]) -> None:

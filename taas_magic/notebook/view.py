@@ -29,6 +29,8 @@ class NotebookView:
         self._last: tuple[int, str] = (0, "stdout")
         self._is_mid_line = False
         self._order = LineOrder()
+        #: The line of progress that is shown.
+        self._progress = ""
         self._starts_line: dict[tuple[int, str], bool] = {}
         self._flushes_left, self._counted_at = _FLUSH_BURST, time.monotonic()
 
@@ -145,6 +147,19 @@ class NotebookView:
         lines = "taas: " + "\n      ".join(text.splitlines())
         self.finish()
         self._write_now(0, "stderr", ("\n" if self._is_mid_line else "") + lines + "\n")
+
+    def progress(self, text: str) -> None:
+        """See the protocol."""
+        if not text:
+            if self._progress:
+                self._progress = ""
+                self._write_now(0, "stderr", "\n")
+            return
+        self.finish()
+        # Spaces over what was longer before.
+        line = f"\rtaas: {text}".ljust(len(self._progress))
+        self._write_now(0, "stderr", line if self._progress else ("\n" if self._is_mid_line else "") + line)
+        self._progress = line
 
     def ask(self, prompt: str, *, password: bool) -> str | None:
         """See the protocol."""

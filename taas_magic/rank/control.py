@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from taas_magic.channel import Channel, ChannelClosedError
+from taas_magic.namespace.mirror import KeptNamespace
 from taas_magic.namespace.process_state import capture_random
 from taas_magic.namespace.track import Tracker
 from taas_magic.rank import output
@@ -25,6 +27,7 @@ from taas_magic.wire import (
     CellTask,
     Exit,
     HomeFailed,
+    HomeProgress,
     InputLine,
     Message,
     PackAgain,
@@ -32,8 +35,12 @@ from taas_magic.wire import (
     RankHome,
     RankInput,
     Rescue,
+    Settle,
     ToRank,
 )
+
+#: How often rank 0 says how far it is with packing.
+_PROGRESS_S = 0.3
 
 
 class Control:
@@ -45,7 +52,8 @@ class Control:
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[ToRank] = Channel(sock, ToRank)
-        self._exit = threading.Event()
+        #: What to do when the cell is over.
+        self._next: queue.SimpleQueue[tuple[Begin | Settle | Exit, list[int]]] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._interrupt_reached_python = False
         self._is_sending = False
@@ -59,15 +67,15 @@ class Control:
         """Whether the runner has said something that is not read yet."""
         return bool(select.select([self._channel.fileno()], [], [], 0)[0])
 
-    def await_task(self) -> tuple[CellTask, int]:
-        """Wait for the task and its parcel. A rank on standby may wait for long, and ends when it is not needed."""
+    def await_task(self) -> tuple[CellTask, list[int]]:
+        """Wait for the task and its parcel's files. A rank on standby may wait long, and ends when it is not needed."""
         try:
             message, descriptors = self._channel.receive()
         except ChannelClosedError:
             os._exit(0)
         if not isinstance(message, Begin):
             raise TypeError(f"a rank's first message must be Begin, not {type(message).__name__}")
-        return message.task, descriptors[0]
+        return message.task, descriptors
 
     def start(self) -> None:
         """Start the thread that obeys the runner."""
@@ -118,27 +126,34 @@ class Control:
         elif not self.cell_is_over:
             raise KeyboardInterrupt
 
-    def await_exit(self) -> None:
-        """Wait until the runner has everything of this rank."""
-        self._exit.wait()
+    def await_next(self) -> tuple[Begin | Settle | Exit, list[int]]:
+        """Wait until the runner has everything of this rank: for another cell if ranks are kept, else for the end."""
+        return self._next.get()
+
+    def begin_cell(self) -> None:
+        """Forget what was of the cell before."""
+        self.home = None
+        self._interrupt_reached_python = self._interrupt_waits = False
+        self.cell_is_over = False
 
     def _obey(self) -> None:
         while True:
             try:
-                message, _ = self._channel.receive()
+                message, descriptors = self._channel.receive()
             except ChannelClosedError:
                 # The runner has gone. The run zygote ends this process; do not wait for it.
                 os.kill(os.getpid(), signal.SIGKILL)
                 return
             try:
-                self._carry_out(message)
+                if isinstance(message, (Begin, Settle, Exit)):
+                    self._next.put((message, descriptors))
+                else:
+                    self._carry_out(message)
             except Exception:  # noqa: BLE001 - said, and obeyed on
                 traceback.print_exc()
 
     def _carry_out(self, message: ToRank) -> None:
-        if isinstance(message, Exit):
-            self._exit.set()
-        elif isinstance(message, InputLine):
+        if isinstance(message, InputLine):
             self._lines.put(message.text)
         elif isinstance(message, AbortCollectives):
             # Where Python has seen the interrupt and the cell goes on, the cell is cleaning up; leave it alone.
@@ -188,10 +203,18 @@ def _shut_connections() -> None:
 class Homebringer:
     """Packs rank 0's changes and sends them to the runner: once, whichever thread comes first."""
 
-    def __init__(self, control: Control, tracker: Tracker, extra: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        tracker: Tracker,
+        extra: Callable[[], dict[str, Any]],
+        kept: KeptNamespace | None = None,
+    ) -> None:
         self._control = control
         self._tracker = tracker
         self._extra = extra
+        self._kept = kept
+        self._said_at = time.monotonic()
         self._lock = threading.Lock()
         self._is_packed = False
 
@@ -209,12 +232,24 @@ class Homebringer:
             self._pack(exclude)
 
     def _pack(self, exclude: list[str] | tuple[str, ...]) -> None:
+        self._said_at = time.monotonic()
+        extra = {**self._extra(), "random": capture_random()}
         try:
-            packed = self._tracker.pack_changes({**self._extra(), "random": capture_random()}, exclude)
+            packed = self._tracker.pack_changes(
+                extra, exclude, keep=self._kept is not None, progress=self._tell_progress
+            )
         except Exception as error:  # noqa: BLE001 - said, and obeyed on
             self._control.send(HomeFailed(f"{type(error).__name__}: {error}"))
             return
         not_home = [(item.path, item.reason) for item in packed.not_home]
         message = RankHome(packed.parcel.size_bytes, not_home, packed.unwrapped)
+        if self._kept is not None:
+            self._kept.pending = packed.sent
         self._control.send(message, (packed.parcel.fd,))
         packed.parcel.close()
+
+    def _tell_progress(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if now - self._said_at > _PROGRESS_S:
+            self._said_at = now
+            self._control.send(HomeProgress(done_bytes, total_bytes))

@@ -19,7 +19,8 @@ import setproctitle
 
 import taas._place
 from taas_magic.namespace import process_state
-from taas_magic.namespace.pack import ReceivedNamespace, load_namespace, pack_value
+from taas_magic.namespace.mirror import KeptNamespace
+from taas_magic.namespace.pack import load_namespace, pack_value
 from taas_magic.namespace.track import Tracker
 from taas_magic.rank import comms, landlock, meeting, output, rehearse, shell
 from taas_magic.rank.control import Control, Homebringer
@@ -30,11 +31,14 @@ from taas_magic.wire import (
     CellFinished,
     CellStarted,
     CellTask,
+    Exit,
     HomeFailed,
     LeftOut,
     RankDisplay,
     RankInput,
+    RankResting,
     RankResult,
+    Settle,
     Spawn,
 )
 
@@ -52,38 +56,65 @@ def run_rank(spawn: Spawn, stdout_fd: int, stderr_fd: int, control_socket: socke
     if not control.has_message():
         # Time to spare: the pages that every cell writes are copied from the zygote's now, not when the cell is there.
         shell.RankShell.instance().run_empty_cell()
-    task, parcel_fd = control.await_task()
-    succeeded = _Rank(spawn, task, parcel_fd).run(control)
+    task, parcel_fds = control.await_task()
+    succeeded = _Rank(spawn, control).serve(task, parcel_fds)
     _end(0 if succeeded else 1)
 
 
 class _Rank:
-    def __init__(self, spawn: Spawn, task: CellTask, parcel_fd: int) -> None:
+    """One rank: it is set up once, and runs one cell, or, where ranks are kept, one after the other."""
+
+    def __init__(self, spawn: Spawn, control: Control) -> None:
         self._spawn = spawn
-        self._task = task
-        self._parcel_fd = parcel_fd
+        self._control = control
         self._main: dict[str, Any] = sys.modules["__main__"].__dict__
+        self._own_names = set(self._main)
         self._shell: Any = shell.RankShell.instance()
         self._guard: WriteGuard | None = None
-        self._explanations: list[Explain] = [missing_name_hint(self._task.other_names, self._task.left_out)]
+        self._kept: KeptNamespace | None = None
+        self._lasting_explanations: list[Explain] = []
+        self._task: CellTask
 
-    def run(self, control: Control) -> bool:
+    def serve(self, task: CellTask, parcel_fds: list[int]) -> bool:
+        """Run the cell, and others as long as they come; returns whether the last one went well."""
+        self._task = task
+        self._set_up()
+        succeeded = self._run(parcel_fds)
+        while True:
+            order, fds = self._control.await_next()
+            if isinstance(order, Exit):
+                return succeeded
+            if isinstance(order, Settle):
+                self._settle(order)
+                continue
+            previous, self._task = self._task, order.task
+            self._take_over_environment(previous.environment)
+            self._control.begin_cell()
+            succeeded = self._run(fds)
+
+    def _set_up(self) -> None:
+        control = self._control
         self._set_identity()
         self._guard_writes()
         self._prepare_torch()
         signal.signal(signal.SIGINT, control.on_interrupt)
         shell.configure(
             self._shell,
-            colors=self._task.colors,
-            traceback_mode=self._task.traceback_mode,
             send_display=lambda kind, content: control.display(RankDisplay(kind, content)),
             ask=lambda prompt, password: control.ask(RankInput(prompt, password)),
         )
         comms.install(lambda kind, content: control.send(RankDisplay(kind, content)))
         control.may_close_connections = self._spawn.rank != 0
         control.start()
+
+    def _run(self, parcel_fds: list[int]) -> bool:
+        control, task = self._control, self._task
+        signal.signal(signal.SIGINT, control.on_interrupt)
+        shell.set_style(self._shell, colors=task.colors, traceback_mode=task.traceback_mode)
+        meeting.begin_cell(task.run_id)
+        self._explanations = [missing_name_hint(task.other_names, task.left_out), *self._lasting_explanations]
         try:
-            self._load(control)
+            self._load(control, parcel_fds)
             error = self._run_cell(control)
             # From here on an interrupt has nothing to interrupt; it could only keep the cell's work from coming home.
             control.cell_is_over = True
@@ -98,8 +129,14 @@ class _Rank:
             control.home.pack_once()
         elif self._spawn.rank == 0:
             control.send(HomeFailed("the notebook's names could not be loaded in rank 0"))
-        control.await_exit()
         return error is None
+
+    def _settle(self, order: Settle) -> None:
+        """Get ready for another cell."""
+        # What noted the cell's objects would keep them alive.
+        self._control.home = None
+        missing = [] if self._kept is None else self._kept.settle(order.adoptions, home_taken=order.home_taken)
+        self._control.send(RankResting(missing))
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
@@ -131,7 +168,7 @@ class _Rank:
             os.close(ruleset_fd)
         self._guard = WriteGuard(writable=writable)
         self._guard.install(self._spawn.rank, project, enforced=is_enforced)
-        self._explanations.append(self._guard.explain)
+        self._lasting_explanations.append(self._guard.explain)
 
     def _writable(self) -> list[Path]:
         """What every rank may write, wherever the project is."""
@@ -152,18 +189,28 @@ class _Rank:
             torch.cuda._lazy_call(lambda: torch.cuda.set_device(local_rank))
         if self._task.rehearse:
             rehearse.install()
-            self._explanations.append(rehearse.explain)
+            self._lasting_explanations.append(rehearse.explain)
 
-    def _load(self, control: Control) -> None:
-        own_names = set(self._main)
-        received = load_namespace(self._parcel_fd, self._main, before_names=process_state.apply)
-        os.close(self._parcel_fd)
+    def _load(self, control: Control, parcel_fds: list[int]) -> None:
+        if self._kept is not None:
+            received = self._kept.load(parcel_fds, _apply_place)
+        else:
+            received = load_namespace(parcel_fds, self._main, before_names=process_state.apply)
+            if self._task.keep:
+                self._kept = KeptNamespace(received.common, self._main)
+        for fd in parcel_fds:
+            os.close(fd)
         shell.add_sources(self._shell, received.sources)
         if self._spawn.rank == 0:
-            control.home = Homebringer(control, self._tracker(received, own_names), self._last_value)
+            tracker = Tracker(received.common, self._main, self._own_names.union(self._task.ignored_names))
+            control.home = Homebringer(control, tracker, self._last_value, self._kept)
 
-    def _tracker(self, received: ReceivedNamespace, own_names: set[str]) -> Tracker:
-        return Tracker(received, self._main, own_names.union(self._task.ignored_names))
+    def _take_over_environment(self, before: dict[str, str]) -> None:
+        """Set the variables that the notebook has changed since the cell before; the ranks' own changes stay."""
+        now = self._task.environment
+        for name in before.keys() - now.keys():
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in now.items() if before.get(name) != value})
 
     def _last_value(self) -> dict[str, Any]:
         hook = self._shell.displayhook
@@ -174,15 +221,23 @@ class _Rank:
     def _run_cell(self, control: Control) -> BaseException | None:
         control.send(CellStarted())
         self._shell.current_source = self._task.source
-        self._shell.displayhook.is_shown = not self._task.rank_results
+        hook = self._shell.displayhook
+        hook.result, hook.has_result, hook.is_shown = None, False, not self._task.rank_results
+        if not self._takes_part:
+            return None
         result = self._shell.run_source(self._task.source, self._task.execution_count)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
 
+    @property
+    def _takes_part(self) -> bool:
+        """Whether the cell runs on this rank; a kept rank may only be told what the notebook has changed."""
+        return not self._task.ranks or self._spawn.rank in self._task.ranks
+
     def _report(self, control: Control, error: BaseException | None) -> None:
         left_out = self._left_out()
         if error is None:
-            if self._task.rank_results and self._spawn.rank != 0:
+            if self._task.rank_results and self._spawn.rank != 0 and self._takes_part:
                 self._send_result(control)
             control.send(CellFinished(left_out))
             return
@@ -202,6 +257,12 @@ class _Rank:
         if self._guard is None:
             return []
         return [LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()]
+
+
+def _apply_place(state: process_state.ProcessState) -> None:
+    """Follow the notebook to where it is; a kept rank's random states and settings are its own."""
+    os.chdir(state.directory)
+    sys.path[:] = state.sys_path
 
 
 def _end(status: int) -> None:

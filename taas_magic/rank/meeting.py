@@ -20,17 +20,28 @@ _Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 def number_meetings() -> None:
     """Give each meeting of this process at the agent's store a prefix of its own; all ranks count alike."""
-    numbers = itertools.count()
     # The package has a function of the module's name, which hides it from an ordinary import.
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, _Handler] = module._rendezvous_handlers
     for scheme in ("env", "tcp"):
-        handlers[scheme] = _numbered(handlers[scheme], numbers)
+        handlers[scheme] = _numbered(handlers[scheme])
 
 
-def _numbered(handler: _Handler, numbers: Iterator[int]) -> _Handler:
+def begin_cell(run_id: str) -> None:
+    """Count anew: in a cell that failed, some ranks may have met once more than others."""
+    _Meetings.run_id, _Meetings.numbers = run_id, itertools.count()
+
+
+class _Meetings:
+    """The cell in which ranks meet, and how often they have."""
+
+    run_id = ""
+    numbers = itertools.count()
+
+
+def _numbered(handler: _Handler) -> _Handler:
     def numbered(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-        prefix = f"meeting-{next(numbers)}"
+        prefix = f"meeting-{_Meetings.run_id}-{next(_Meetings.numbers)}"
         for store, rank, world_size in handler(url, **options):
             yield dist.PrefixStore(prefix, store), rank, world_size
 

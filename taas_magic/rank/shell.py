@@ -174,14 +174,18 @@ def _format_a_traceback(shell: RankShell) -> None:
         shell.structured_traceback(error)
 
 
-def configure(shell: RankShell, *, colors: str, traceback_mode: str, send_display: SendDisplay, ask: AskUser) -> None:
-    """Give the inherited shell what this rank needs."""
-    shell.send_display = send_display
-    shell.current_source = ""
+def set_style(shell: RankShell, *, colors: str, traceback_mode: str) -> None:
+    """Have tracebacks look like the notebook's."""
     with contextlib.suppress(Exception):
         shell.colors = colors
     with contextlib.suppress(Exception):
         shell.InteractiveTB.set_mode(mode=traceback_mode)
+
+
+def configure(shell: RankShell, *, send_display: SendDisplay, ask: AskUser) -> None:
+    """Give the inherited shell what this rank needs."""
+    shell.send_display = send_display
+    shell.current_source = ""
     builtins.input = lambda prompt="": ask(str(prompt), False)
     import getpass
 

@@ -18,6 +18,7 @@ class RankPhase(enum.Enum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
+    RESTING = "resting"  # kept, and without a cell
     EXITED = "exited"
 
 
@@ -28,6 +29,7 @@ class RankEvent(enum.Enum):
     STARTED = "started"
     DONE = "done"
     RAISED = "raised"
+    RESTED = "rested"
     GONE = "gone"
 
 
@@ -43,8 +45,11 @@ RANK_TRANSITIONS: dict[tuple[RankPhase, RankEvent], RankPhase] = {
     (RankPhase.RUNNING, RankEvent.DONE): RankPhase.FINISHED,
     (RankPhase.RUNNING, RankEvent.RAISED): RankPhase.FAILED,
     (RankPhase.RUNNING, RankEvent.GONE): RankPhase.EXITED,
+    (RankPhase.FINISHED, RankEvent.RESTED): RankPhase.RESTING,
     (RankPhase.FINISHED, RankEvent.GONE): RankPhase.EXITED,
+    (RankPhase.FAILED, RankEvent.RESTED): RankPhase.RESTING,
     (RankPhase.FAILED, RankEvent.GONE): RankPhase.EXITED,
+    (RankPhase.RESTING, RankEvent.GONE): RankPhase.EXITED,
 }
 
 
@@ -86,7 +91,7 @@ HOME_TRANSITIONS: dict[tuple[HomePhase, HomeEvent], HomePhase] = {
 
 #: Working on the cell; through with it; having a process.
 BUSY = (RankPhase.STARTING, RankPhase.RUNNING)
-DONE = (RankPhase.FINISHED, RankPhase.FAILED)
+DONE = (RankPhase.FINISHED, RankPhase.FAILED, RankPhase.RESTING)
 ALIVE = (*BUSY, *DONE)
 
 
@@ -111,10 +116,14 @@ class StopTimes:
 
 #: After a failure: the others are down within two seconds.
 FAILURE_TIMES = StopTimes(abort_s=0.4, rescue_s=0.9, terminate_s=1.3, kill_s=1.6)
+#: The same where the ranks are kept: what ends one ends all, so they get time to heed the interrupt.
+KEPT_FAILURE_TIMES = StopTimes(abort_s=0.4, rescue_s=2.0, terminate_s=4.0, kill_s=5.0)
 #: A rank that is done waits this long for the others, so that its exit does not break their last collective.
 LINGER_S = 2.0
 #: Once a run is being stopped, rank 0 gets this long to pack what comes home, from when it began to or was asked to.
 HOME_PATIENCE_S = 120.0
+#: A kept rank that is done has so long to be ready for another cell, from when what came home is taken or lost.
+REST_PATIENCE_S = 15.0
 #: From the permission to exit until a rank that is still there is killed (atexit functions take their time).
 EXIT_PATIENCE_S = 15.0
 #: What each level of stopping sends; the numbers are those of :class:`taas_magic.wire.Interrupt`.

@@ -17,7 +17,7 @@ from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.runner.cause import choose_cause, uneven_hint
 from taas_magic.runner.hints import death_hint, oom_kills
 from taas_magic.runner.output_log import OutputLog
-from taas_magic.runner.phases import StopCause
+from taas_magic.runner.phases import HomePhase, StopCause
 from taas_magic.runner.run_state import (
     Abort,
     AnnounceStarted,
@@ -27,6 +27,7 @@ from taas_magic.runner.run_state import (
     Release,
     RescueHome,
     RunState,
+    SettleRanks,
     Signal,
 )
 from taas_magic.runner.zygote_link import RankLink, RunLink
@@ -42,6 +43,7 @@ from taas_magic.wire import (
     Exit,
     HomeArrived,
     HomeFailed,
+    HomeProgress,
     HomeRefused,
     HomeTaken,
     InputLine,
@@ -59,6 +61,7 @@ from taas_magic.wire import (
     RankForked,
     RankHome,
     RankInput,
+    RankResting,
     RankResult,
     Rescue,
     ResultArrived,
@@ -67,8 +70,10 @@ from taas_magic.wire import (
     RunNotice,
     RunOver,
     RunStarted,
+    Settle,
     SignalRanks,
     Submit,
+    TransferProgress,
 )
 
 #: Output that the kernel may have waiting, unseen.
@@ -96,6 +101,7 @@ class Run:
         directory: The run's own directory; removed at the end.
         send: Sends a message to the kernel that submitted it.
         pids: Of the ranks that are forked already.
+        is_resumed: Whether the ranks were kept from an earlier run.
     """
 
     def __init__(
@@ -106,18 +112,32 @@ class Run:
         send: Callable[[Message], None],
         *,
         pids: Mapping[int, int] = MappingProxyType({}),
+        is_resumed: bool = False,
     ) -> None:
         self.id = submit.task.run_id
         self.num_ranks = submit.task.num_ranks
-        self.state = RunState(self.num_ranks, submit.grace_s, time.monotonic(), submit.timeout_s)
+        #: Ranks that are kept and do not run this cell.
+        self._bystanders = set(range(self.num_ranks)).difference(submit.task.ranks or range(self.num_ranks))
+        self.state = RunState(
+            self.num_ranks,
+            submit.grace_s,
+            time.monotonic(),
+            submit.timeout_s,
+            keep=submit.task.keep,
+            is_resumed=is_resumed,
+        )
         self.log = OutputLog(directory.parent)
         self.pids = [0] * self.num_ranks
         #: No process of the run is left.
         self.over = False
         #: The kernel has been sent the end of the run, and all output before it.
         self.is_told = False
-        self._link = link
-        self._directory = directory
+        self.link = link
+        self.directory = directory
+        #: How long kept ranks wait, in seconds.
+        self.idle_s = submit.idle_s
+        self._forgotten: set[int] = set()
+        self._adoptions = b""
         self._send = send
         self._shown = None if submit.show is None else frozenset(submit.show)
         self._cursor = 0
@@ -138,8 +158,12 @@ class Run:
         """Everything that can become readable."""
         if self.over:
             return
-        yield Source(self._link.channel.fileno(), self._hear_run_zygote)
-        for rank in self._link.ranks:
+        yield Source(self.link.channel.fileno(), self._hear_run_zygote)
+        yield from self.rank_sources()
+
+    def rank_sources(self) -> Iterator[Source]:
+        """What comes from the ranks themselves."""
+        for rank in self.link.ranks:
             if rank.stdout_fd >= 0:
                 yield Source(rank.stdout_fd, lambda rank=rank: self._read_pipes(rank))  # type: ignore[misc]
             if rank.stderr_fd >= 0:
@@ -167,6 +191,7 @@ class Run:
             self.send_output()
         elif isinstance(message, HomeTaken):
             self._close_parcel()
+            self._adoptions = message.adoptions
             self._do(self.state.home_taken(now))
         elif isinstance(message, HomeRefused):
             self._close_parcel()
@@ -207,7 +232,7 @@ class Run:
         if self.over:
             return
         try:
-            for message, _ in self._link.channel.receive_available():
+            for message, _ in self.link.channel.receive_available():
                 if isinstance(message, RankForked):
                     self._forked(message.rank, message.pid)
                 elif isinstance(message, RankExited):
@@ -226,7 +251,7 @@ class Run:
         self._do(self.state.rank_forked(rank, time.monotonic()))
 
     def _rank_exited(self, message: RankExited) -> None:
-        rank = self._link.ranks[message.rank]
+        rank = self.link.ranks[message.rank]
         # What it said before its end counts: it may have failed, or be done, in good order.
         self._hear_rank(rank)
         self._read_pipes(rank)
@@ -297,19 +322,31 @@ class Run:
             self._take_from_rank_0(rank, message, descriptors)
         elif isinstance(message, RankResult):
             self._announce_result(rank.rank, message, descriptors)
+        elif isinstance(message, RankResting):
+            self._note_rest(rank.rank, message)
         elif isinstance(message, RankInput):
             # Which rank asks could not be seen in a front end; the rank raises EOFError.
             rank.send(InputLine(None))
 
     def _take_from_rank_0(self, rank: RankLink, message: object, descriptors: list[int]) -> None:
         """Carry out what only rank 0 has a say in."""
-        if isinstance(message, RankInput):
+        if isinstance(message, RankInput) and self.state.concluded:
+            rank.send(InputLine(None))
+        elif isinstance(message, RankInput):
             self._read_pipes(rank)
             self._send(InputRequest(self.id, rank.rank, message.prompt, message.password))
         elif isinstance(message, HomeFailed):
             self._do(self.state.home_failed(message.reason, time.monotonic()))
+        elif isinstance(message, HomeProgress):
+            self._send(TransferProgress(self.id, message.done_bytes, message.total_bytes))
+        elif isinstance(message, RankResting):
+            self._note_rest(0, message)
         elif isinstance(message, RankHome) and descriptors and self.state.awaits_home:
             self._announce_home(message, descriptors.pop(0))
+
+    def _note_rest(self, rank: int, message: RankResting) -> None:
+        self._forgotten.update(message.forgotten)
+        self._do(self.state.rank_rested(rank, time.monotonic()))
 
     def _announce_home(self, message: RankHome, parcel_fd: int) -> None:
         self._close_parcel()
@@ -346,9 +383,12 @@ class Run:
     def _do(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Signal):
-                self._link.send(SignalRanks(list(instruction.ranks), int(instruction.signum)))
+                self.link.send(SignalRanks(list(instruction.ranks), int(instruction.signum)))
             elif isinstance(instruction, Abort):
                 self._tell(instruction.ranks, AbortCollectives())
+            elif isinstance(instruction, SettleRanks):
+                settle = Settle(self.state.home is HomePhase.TAKEN, self._adoptions)
+                self._tell(tuple(range(self.num_ranks)), settle)
             elif isinstance(instruction, Release):
                 self._tell(instruction.ranks, Exit())
             elif isinstance(instruction, RescueHome):
@@ -363,11 +403,15 @@ class Run:
     def _tell(self, ranks: tuple[int, ...], message: Message) -> None:
         for rank in ranks:
             if 0 <= rank < self.num_ranks:
-                self._link.ranks[rank].send(message)
+                self.link.ranks[rank].send(message)
 
     def _conclude(self) -> None:
-        self._link.send(EndRun())
-        for rank in self._link.ranks:
+        if self.state.stays:
+            self.over = True
+            self._close_parcel()
+        else:
+            self.link.send(EndRun())
+        for rank in self.link.ranks:
             self._read_pipes(rank)
         state = self.state
         failure, death, failures, deaths = choose_cause(list(state.failures.values()), list(state.deaths.values()))
@@ -390,25 +434,28 @@ class Run:
             tail=self.log.tail(guilty, _TAIL_LINES) if is_hidden and guilty is not None else "",
             home=state.home.value == "taken",
             detail=state.detail or state.home_detail,
-            hint=uneven_hint(failure, set(state.done_at) - set(state.failures)),
+            hint=uneven_hint(failure, set(state.done_at) - set(state.failures) - self._bystanders),
+            kept_id=self.directory.name if state.stays else "",
+            group_is_broken=state.group_is_broken,
+            forgotten=sorted(self._forgotten),
         )
         self.send_output()
 
     def abandon(self) -> None:
         """The kernel has gone: end everything at once."""
-        self._link.send(EndRun())
+        self.link.send(EndRun())
 
     def _finish(self) -> None:
         """All processes have gone."""
         if not self.over:
-            for rank in self._link.ranks:
+            for rank in self.link.ranks:
                 self._hear_rank(rank)
                 self._read_pipes(rank)
             # Nothing happens where the run had been concluded, as it should have been.
             self._do(self.state.processes_lost("the processes of the run ended", time.monotonic()))
             self.over = True
             self._close_parcel()
-            self._link.close()
+            self.link.close()
             with contextlib.suppress(OSError):
-                shutil.rmtree(self._directory)
+                shutil.rmtree(self.directory)
             self.send_output()

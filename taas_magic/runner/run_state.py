@@ -8,6 +8,9 @@ How a run is stopped: the ranks that are still busy are interrupted (``KeyboardI
 has not seen that shortly after waits in a collective, which is then broken off; rank 0 is asked for what it has; what
 still lives after the grace time is terminated, then killed. When a rank has failed, the grace is short and the failed
 rank is kept alive until the others have stopped, so that no peer fails because of it and hides the cause.
+
+Where the ranks are kept, they are not let go: the run is over when all of them rest. If one has ended, or the agent
+has, the others are of no use any more, and the run ends as any other.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from taas_magic.runner.phases import (
     FAILURE_TIMES,
     HOME_PATIENCE_S,
     HOME_TRANSITIONS,
+    KEPT_FAILURE_TIMES,
     LINGER_S,
     RANK_TRANSITIONS,
+    REST_PATIENCE_S,
     SIGNAL_OF_LEVEL,
     HomeEvent,
     HomePhase,
@@ -66,6 +71,11 @@ class PackHomeAgain:
 
 
 @dataclass(frozen=True)
+class SettleRanks:
+    """Tell all ranks, which are to stay, that the cell is over everywhere."""
+
+
+@dataclass(frozen=True)
 class Release:
     """Let these ranks end."""
 
@@ -82,7 +92,7 @@ class Conclude:
     """Tell the kernel how the run ended, and clear away what is left of it."""
 
 
-Instruction = Signal | Abort | RescueHome | PackHomeAgain | Release | AnnounceStarted | Conclude
+Instruction = Signal | Abort | RescueHome | PackHomeAgain | SettleRanks | Release | AnnounceStarted | Conclude
 
 
 @dataclass
@@ -97,6 +107,10 @@ class RunState:
     grace_s: float
     started_at: float
     timeout_s: float | None = None
+    #: The ranks are to stay when the cell is over.
+    keep: bool = False
+    #: The ranks were kept from an earlier run.
+    is_resumed: bool = False
     #: Where each rank is.
     phases: list[RankPhase] = field(init=False)
     #: When each rank finished or failed.
@@ -121,6 +135,10 @@ class RunState:
     detail: str = ""
     #: Whether ranks that are planned may still get a process.
     _expects_forks: bool = True
+    _agent_has_gone: bool = False
+    #: When kept ranks were told that the cell is over everywhere.
+    _rest_since: float | None = None
+    _has_missed_rest: bool = False
     #: The highest level of stopping that each rank has been sent.
     _sent: dict[int, int] = field(default_factory=dict)
     #: When rank 0 began to pack, or was asked to.
@@ -129,7 +147,8 @@ class RunState:
     _aborted: bool = False
 
     def __post_init__(self) -> None:
-        self.phases = [RankPhase.PLANNED] * self.num_ranks
+        self.phases = [RankPhase.STARTING if self.is_resumed else RankPhase.PLANNED] * self.num_ranks
+        self._expects_forks = not self.is_resumed
 
     # -- events of ranks -----------------------------------------------------------------------------------------
 
@@ -169,9 +188,15 @@ class RunState:
             self._stop(StopCause.FAILURE, now)
         return self.tick(now)
 
+    def rank_rested(self, rank: int, now: float) -> list[Instruction]:
+        """A kept rank is through with the cell and waits for another."""
+        self._move(rank, RankEvent.RESTED)
+        return self.tick(now)
+
     def rank_exited(self, rank: int, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A rank's process has gone."""
         was_busy, had_finished = self.phases[rank] in BUSY, self.phases[rank] is RankPhase.FINISHED
+        has_deserted = self.phases[rank] is RankPhase.RESTING and rank not in self.released_at
         if not self._move(rank, RankEvent.GONE):
             return self.tick(now)
         owed_home = rank == 0 and self._lose_home(
@@ -180,13 +205,14 @@ class RunState:
         if (was_busy or (owed_home and rank not in self.failures)) and not self._has_caused(rank, exit_code):
             self.deaths[rank] = Death(rank, exit_code, hint)
             self._stop(StopCause.FAILURE, now)
-        elif had_finished and exit_code != 0:
+        elif (had_finished and exit_code != 0) or has_deserted:
             self._note_late_death(rank, exit_code, hint)
         return self.tick(now)
 
     def agent_exited(self, exit_code: int, now: float) -> list[Instruction]:
         """The agent has gone: no rank will be started any more, and the store that ranks meet at has gone with it."""
         self._expects_forks = False
+        self._agent_has_gone = True
         if not self.concluded and self._ranks_in(RankPhase.PLANNED, *BUSY):
             self.detail = self.detail or f"the agent, which starts the ranks and hosts their store, ended ({exit_code})"
             self._stop(StopCause.LOST, now)
@@ -256,10 +282,40 @@ class RunState:
             self._stop(StopCause.TIMEOUT, now)
         if self.stop_cause is not None and self._home_is_being_packed() and now >= self._home_due_at():
             self._lose_home(f"rank 0 did not pack it within {HOME_PATIENCE_S:.0f} s")
-        out = [*self._rescue(now), *self._abort(now), *self._signals(now), *self._release(now)]
-        if not self._ranks_in(*ALIVE) and not self._awaits_forks(now) and self.home is not HomePhase.ARRIVED:
+        out = [*self._settle(now), *self._rescue(now), *self._abort(now), *self._signals(now), *self._release(now)]
+        has_ended = not self._ranks_in(*ALIVE) and not self._awaits_forks(now) and self.home is not HomePhase.ARRIVED
+        if has_ended or self.stays:
             out += self._conclude()
         return out
+
+    @property
+    def stays(self) -> bool:
+        """Whether the cell is over, and all ranks wait for another one."""
+        return (
+            self._may_stay
+            and self.home in (HomePhase.TAKEN, HomePhase.LOST)
+            and all(phase is RankPhase.RESTING for phase in self.phases)
+        )
+
+    @property
+    def _may_stay(self) -> bool:
+        has_lost_some = self._agent_has_gone or self._has_missed_rest or bool(self._ranks_in(RankPhase.EXITED))
+        return self.keep and not has_lost_some and self.interrupts < 3
+
+    def _settle(self, now: float) -> Iterator[Instruction]:
+        """Have ranks that are to stay get ready for more; where one never does, they do not stay."""
+        is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
+        if not self._may_stay or not is_settled or self._ranks_in(RankPhase.PLANNED, *BUSY):
+            return
+        if self._rest_since is None:
+            self._rest_since = now
+            yield SettleRanks()
+        self._has_missed_rest = self._has_missed_rest or (now >= self._rest_since + REST_PATIENCE_S and not self.stays)
+
+    @property
+    def group_is_broken(self) -> bool:
+        """Whether collectives were broken off, so that the process group is no more."""
+        return self._aborted
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until :meth:`tick` has something to do by the clock alone; None where nothing is due."""
@@ -276,6 +332,8 @@ class RunState:
             yield self._home_due_at()
         elif self.timeout_s is not None:
             yield self.started_at + self.timeout_s
+        if self._rest_since is not None:
+            yield self._rest_since + REST_PATIENCE_S
         for rank, moment in self.done_at.items():
             if rank not in self.released_at:
                 yield moment + LINGER_S
@@ -334,8 +392,9 @@ class RunState:
 
     @property
     def _times(self) -> StopTimes:
-        is_broken = self.stop_cause in (StopCause.FAILURE, StopCause.LOST)
-        return FAILURE_TIMES if is_broken else interrupt_times(self.grace_s)
+        if self.stop_cause not in (StopCause.FAILURE, StopCause.LOST):
+            return interrupt_times(self.grace_s)
+        return KEPT_FAILURE_TIMES if self._may_stay else FAILURE_TIMES
 
     def _stop(self, cause: StopCause, now: float) -> None:
         if self.stop_cause is None:
@@ -401,7 +460,8 @@ class RunState:
             yield Release(ready)
 
     def _may_go(self, rank: int, now: float, *, all_done: bool) -> bool:
-        if rank in self.released_at or (rank == 0 and self.home not in (HomePhase.TAKEN, HomePhase.LOST)):
+        is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
+        if self._may_stay or rank in self.released_at or (rank == 0 and not is_settled):
             return False
         return all_done or (self.phases[rank] is RankPhase.FINISHED and now >= self.done_at[rank] + LINGER_S)
 
@@ -424,9 +484,10 @@ class RunState:
         is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
         assert len(self.phases) == self.num_ranks
         assert set(self.released_at) <= set(self.done_at)
+        assert not (self.stays and self.released_at), "who stays is not let go"
         assert is_settled or 0 not in self.released_at, "rank 0 stays until what it made is safe"
         assert not (self.phases[0] is RankPhase.EXITED and self.awaits_home), "nobody is left to pack"
-        assert not self.concluded or (is_settled and not self._ranks_in(*ALIVE))
+        assert not self.concluded or (is_settled and (self.stays or not self._ranks_in(*ALIVE)))
         assert not (self.failures.keys() & self.deaths.keys()), "who failed in good order has not died"
         assert self.stop_cause is not None or not (self.failures or self.deaths), "a failure stops the run"
         assert self.stop_cause is not StopCause.FAILURE or self.failures or self.deaths, "a failed run has a cause"

@@ -23,6 +23,7 @@ import setproctitle
 import zmq
 
 from taas_magic.channel import ChannelClosedError
+from taas_magic.runner.kept import KeptRanks
 from taas_magic.runner.output_log import OutputLog
 from taas_magic.runner.preloading import Preloading
 from taas_magic.runner.run import Run, Source
@@ -33,12 +34,14 @@ from taas_magic.wire import (
     PROTOCOL_VERSION,
     Denied,
     Hello,
+    KeptEnded,
     LogPiece,
     Message,
     Preload,
     ReadLog,
     ReadStatus,
     Ready,
+    ReleaseKept,
     Shutdown,
     Status,
     Submit,
@@ -78,6 +81,9 @@ class Server:
         self._ready: Ready | None = None
         self._run: Run | None = None
         self._ending: list[Run] = []
+        #: Ranks that wait for another cell, and those that are on their way to their end.
+        self._kept: KeptRanks | None = None
+        self._leaving: list[KeptRanks] = []
         self._logs: OrderedDict[str, tuple[OutputLog, int]] = OrderedDict()
         self._stop = False
         self._kernel_has_ended = False
@@ -96,6 +102,8 @@ class Server:
         finally:
             for run in [*self._ending, *([self._run] if self._run else [])]:
                 run.abandon()
+            for kept in [*self._leaving, *([self._kept] if self._kept else [])]:
+                kept.kill()
             self._zygote.close(is_warm=self._ready is not None)
             if not keep_directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
@@ -118,11 +126,25 @@ class Server:
             self._run.tick()
             if self._run.state.concluded:
                 self._ending.append(self._run)
+                self._kept = KeptRanks(self._run) if self._run.state.stays else None
                 self._run = None
         self._ending = [run for run in self._ending if not run.is_done]
-        if self._ready is not None and self._run is None and not self._stop:
+        self._look_after_kept()
+        has_ranks = self._run is not None or self._kept is not None
+        if self._ready is not None and not has_ranks and not self._stop:
             self._preloading.advance(is_idle=not self._ending)
             self._standby.advance(self._preloading.ready)
+
+    def _look_after_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.tick()
+            if self._kept.ended:
+                self._send(KeptEnded(self._kept.id, self._kept.ended))
+                self._leaving.append(self._kept)
+                self._kept = None
+        for kept in self._leaving:
+            kept.tick()
+        self._leaving = [kept for kept in self._leaving if not kept.is_gone]
 
     def _sources(self) -> list[Source]:
         sources = [Source(self._kernel, self._kernel_ended)]
@@ -132,7 +154,7 @@ class Server:
             sources.append(Source(self._preloading.fileno, self._preloading.hear))
         if self._standby.fileno is not None:
             sources.append(Source(self._standby.fileno, self._standby.hear))
-        for run in (self._run, *self._ending):
+        for run in (self._run, *self._ending, self._kept, *self._leaving):
             if run is not None:
                 sources += run.sources()
         return sources
@@ -185,7 +207,7 @@ class Server:
                 continue
             self._obey(frames[0], message)
 
-    def _obey(self, sender: bytes, message: ToRunner) -> None:
+    def _obey(self, sender: bytes, message: ToRunner) -> None:  # noqa: C901 - a table of messages
         if isinstance(message, Hello):
             self._welcome(sender, message)
         elif sender != self._client:
@@ -196,6 +218,9 @@ class Server:
             self._send_log(message)
         elif isinstance(message, ReadStatus):
             self._send(self._status())
+        elif isinstance(message, ReleaseKept):
+            if self._kept is not None and self._kept.id == message.kept_id:
+                self._kept.release("they were released")
         elif isinstance(message, Preload):
             self._preloading.want(message)
         elif isinstance(message, Shutdown):
@@ -227,22 +252,45 @@ class Server:
         if self._ready is None:
             self._send(Denied("the zygote is not warm yet", run_id))
             return
-        try:
-            parcel_fd = submit.parcel.open()
-        except OSError as error:
-            self._send(Denied(f"the cell's state cannot be read: {error}", run_id))
-            return
-        try:
-            self._run = self._start(submit, parcel_fd)
-        except OSError as error:
-            # No descriptors, no disk, the same id again, a zygote that has just ended.
-            self._send(Denied(f"the run cannot be started: {error}", run_id))
-            return
-        finally:
-            os.close(parcel_fd)
+        with contextlib.ExitStack() as closing:
+            try:
+                parcel_fds = []
+                for file in (submit.parcel, *submit.segments):
+                    parcel_fds.append(file.open())
+                    closing.callback(os.close, parcel_fds[-1])
+            except OSError as error:
+                self._send(Denied(f"the cell's state cannot be read: {error}", run_id))
+                return
+            try:
+                self._run = self._resume(submit, parcel_fds) if submit.kept_id else self._start(submit, parcel_fds)
+            except OSError as error:
+                # No descriptors, no disk, the same id again, a zygote that has just ended.
+                self._send(Denied(f"the run cannot be started: {error}", run_id))
+                return
         self._keep(self._run)
 
-    def _start(self, submit: Submit, parcel_fd: int) -> Run:
+    def _resume(self, submit: Submit, parcel_fds: list[int]) -> Run:
+        """Run a cell in ranks that were kept.
+
+        Raises:
+            OSError: if they have ended.
+        """
+        kept = self._kept
+        if kept is None or kept.id != submit.kept_id or kept.ended:
+            raise ProcessLookupError("the ranks that were kept have ended")
+        last = kept.last
+        task = msgspec.structs.replace(submit.task, run_dir=str(last.directory))
+        pids = dict(enumerate(last.pids))
+        run = Run(submit, last.link, last.directory, self._send, pids=pids, is_resumed=True)
+        try:
+            last.link.begin(task, parcel_fds)
+        except OSError:
+            kept.release("a rank had ended")
+            raise
+        self._kept = None
+        return run
+
+    def _start(self, submit: Submit, parcel_fds: list[int]) -> Run:
         """Start the processes of a run.
 
         Raises:
@@ -251,12 +299,15 @@ class Server:
         run_directory = self._directory / f"run-{submit.task.run_id}"
         run_directory.mkdir(mode=0o700)
         task = msgspec.structs.replace(submit.task, run_dir=str(run_directory))
+        if self._kept is not None:
+            # The kernel has let go of them, or would have named them.
+            self._kept.release("another run was started")
         preloaded = self._preloading.fit_for(task.environment)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, run_directory, ignore_errors=True)
             link, pids = self._standby.take(task.num_ranks, preloaded)
             undo.callback(link.close)
-            link.begin(task, parcel_fd)
+            link.begin(task, parcel_fds)
             run = Run(submit, link, run_directory, self._send, pids=pids)
             undo.pop_all()
         return run
@@ -294,6 +345,8 @@ class Server:
             seconds=time.monotonic() - run.state.started_at if run else 0.0,
             ranks=ranks,
             kept=[(run_id, num_ranks) for run_id, (_, num_ranks) in self._logs.items()],
+            kept_pids=self._kept.last.pids if self._kept else [],
+            kept_for_s=self._kept.remaining_s if self._kept else 0.0,
         )
 
 

@@ -135,7 +135,7 @@ class RunLink:
     channel: Channel[FromRunZygote]
     ranks: list[RankLink]
 
-    def begin(self, task: CellTask, parcel_fd: int) -> None:
+    def begin(self, task: CellTask, parcel_fds: list[int]) -> None:
         """Give the ranks their task; those that are not forked yet find it when they are.
 
         Raises:
@@ -143,8 +143,9 @@ class RunLink:
         """
         self.channel.send(RunBegins(task.run_id, guards_writes=task.writes != "all" and task.num_ranks > 1))
         for rank in self.ranks:
-            assert rank.channel is not None
-            rank.channel.send(Begin(task), (parcel_fd,))
+            if rank.channel is None:
+                raise ChannelClosedError(f"rank {rank.rank} has ended")
+            rank.channel.send(Begin(task), parcel_fds)
 
     def send(self, message: Message) -> None:
         """Send to the run zygote, if it is still there."""

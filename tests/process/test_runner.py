@@ -127,6 +127,7 @@ def requests(run_id: str) -> list[wire.Message]:
         wire.HomeRefused(run_id, []),
         wire.ResultTaken(run_id, 0),
         wire.InputReply(run_id, 0, "x"),
+        wire.ReleaseKept("run-x"),
         wire.ReadLog(),
         wire.ReadStatus(),
         wire.Preload(["antigravity"], {}),

@@ -30,11 +30,11 @@ class Child:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
 
-    def send(self, parcel_fd: int, source: str) -> socket.socket:
+    def send(self, parcel_fds: list[int], source: str) -> socket.socket:
         """Start a cell on a parcel; what it has to say comes through the socket that is returned."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            socket.send_fds(self._requests, [source.encode()], [parcel_fd, theirs.fileno()])
+            socket.send_fds(self._requests, [source.encode()], [theirs.fileno(), *parcel_fds])
         ours.settimeout(_DEADLINE_S)
         return ours
 
@@ -112,7 +112,7 @@ class Notebook:
         """Run a cell in a child process, and bring home what it did."""
         packed = self.pack(source, *with_names)
         try:
-            with self._child.send(packed.parcel.fd, source) as talk:
+            with self._child.send(packed.parcel.fds, source) as talk:
                 trip = self._come_home(talk, packed)
         finally:
             packed.parcel.close()

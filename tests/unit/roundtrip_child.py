@@ -28,20 +28,20 @@ def serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps what is forked here
     requests.send(b"warm")
     while True:
-        source, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 2)
+        source, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 16)
         if not fds:
             return
-        parcel_fd, talk_fd = fds
+        talk_fd, *parcel_fds = fds
         if os.fork() == 0:
             requests.close()
-            _run(source.decode(), parcel_fd, socket.socket(fileno=talk_fd))
-        os.close(parcel_fd)
-        os.close(talk_fd)
+            _run(source.decode(), parcel_fds, socket.socket(fileno=talk_fd))
+        for fd in fds:
+            os.close(fd)
 
 
-def _run(source: str, parcel_fd: int, talk: socket.socket) -> None:
+def _run(source: str, parcel_fds: list[int], talk: socket.socket) -> None:
     try:
-        _run_cell(source, parcel_fd, talk)
+        _run_cell(source, parcel_fds, talk)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -49,11 +49,11 @@ def _run(source: str, parcel_fd: int, talk: socket.socket) -> None:
     os._exit(0)
 
 
-def _run_cell(source: str, parcel_fd: int, talk: socket.socket) -> None:
+def _run_cell(source: str, parcel_fds: list[int], talk: socket.socket) -> None:
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     main: dict[str, Any] = module.__dict__
-    received = load_namespace(parcel_fd, main)
-    tracker = Tracker(received, main)
+    received = load_namespace(parcel_fds, main)
+    tracker = Tracker(received.common, main)
     error = ""
     try:
         exec(compile(source, "<cell>", "exec"), main)

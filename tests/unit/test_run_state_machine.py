@@ -14,6 +14,8 @@ from taas_magic.runner.phases import (
     EXIT_PATIENCE_S,
     FAILURE_TIMES,
     HOME_PATIENCE_S,
+    KEPT_FAILURE_TIMES,
+    REST_PATIENCE_S,
     HomePhase,
     RankPhase,
     StopCause,
@@ -44,12 +46,14 @@ class World(RuleBasedStateMachine):
         num_ranks=st.integers(1, 4),
         grace_s=st.sampled_from([0.0, 0.3, 5.0]),
         timeout_s=st.sampled_from([None, None, 4.0, 100.0]),
+        keep=st.sampled_from(["no", "from now on", "still"]),
     )
-    def submit(self, num_ranks: int, grace_s: float, timeout_s: float | None) -> None:
+    def submit(self, num_ranks: int, grace_s: float, timeout_s: float | None, keep: str) -> None:
         self.now = 5000.0
-        self.state = RunState(num_ranks, grace_s, self.now, timeout_s)
+        is_resumed = keep == "still"
+        self.state = RunState(num_ranks, grace_s, self.now, timeout_s, keep=keep != "no", is_resumed=is_resumed)
         #: The ranks that have a process, and the signals that each has got.
-        self.signals: dict[int, list[signal.Signals]] = {}
+        self.signals: dict[int, list[signal.Signals]] = {rank: [] for rank in range(num_ranks) if is_resumed}
         self.exited: set[int] = set()
         self.released: set[int] = set()
         self.packing_since: float | None = None
@@ -158,6 +162,25 @@ class World(RuleBasedStateMachine):
         if was_calm:
             assert all(self.signals[other] for other in others), "the others are told at once"
 
+    @precondition(lambda self: self.state.keep)
+    @rule(wish=RANKS)
+    def rest(self, wish: int) -> None:
+        rank = self.pick(self.in_phase(RankPhase.FINISHED, RankPhase.FAILED) - self.who_packs(), wish)
+        if rank is not None:
+            self.do(self.state.rank_rested(rank, self.now))
+
+    @precondition(lambda self: self.state.keep)
+    @rule()
+    def all_do_well_and_rest(self) -> None:
+        self.start_all()
+        for rank in sorted(self.in_phase(RankPhase.RUNNING)):
+            self.note_packing(rank)
+            self.do(self.state.rank_finished(rank, [], self.now))
+        if self.packing_since is not None:
+            self.answer_home(works=True)
+        for rank in sorted(self.in_phase(RankPhase.FINISHED, RankPhase.FAILED) - self.who_packs()):
+            self.do(self.state.rank_rested(rank, self.now))
+
     @rule(wish=RANKS, code=EXIT_CODES)
     def die(self, wish: int, code: int) -> None:
         rank = self.pick(self.alive(), wish)
@@ -206,6 +229,9 @@ class World(RuleBasedStateMachine):
 
     # -- the world's own rules ---------------------------------------------------------------------------------------
 
+    def who_packs(self) -> set[int]:
+        return set() if self.packing_since is None else {0}
+
     def note_packing(self, rank: int) -> None:
         if rank == 0 and self.state.home is HomePhase.AWAITED:
             self.packing_since = self.now
@@ -239,14 +265,20 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_left_at_the_end(self) -> None:
-        assert not self.num_concluded or not self.alive()
+        if self.num_concluded and self.alive():
+            assert self.state.stays
+            assert self.alive() == set(range(self.state.num_ranks))
+            assert not self.released
+            assert not any(signal.SIGTERM in sent or signal.SIGKILL in sent for sent in self.signals.values())
 
     @invariant()
     def who_does_not_stop_is_killed_in_time(self) -> None:
         cause = self.state.stop_cause
         if cause is None or self.num_concluded:
             return
-        times = FAILURE_TIMES if cause in (StopCause.FAILURE, StopCause.LOST) else interrupt_times(self.state.grace_s)
+        after_failure = KEPT_FAILURE_TIMES if self.state.keep else FAILURE_TIMES
+        is_broken = cause in (StopCause.FAILURE, StopCause.LOST)
+        times = after_failure if is_broken else interrupt_times(self.state.grace_s)
         assert FAILURE_TIMES.kill_s <= 2
         if self.now < self.state.stop_started_at + times.kill_s:
             return
@@ -285,7 +317,9 @@ class World(RuleBasedStateMachine):
             assert due is not None, f"nothing will ever happen: {self.state}"
             self.advance(self.now + due)
             self.state.check()
-        longest = interrupt_times(self.state.grace_s).kill_s + HOME_PATIENCE_S + EXIT_PATIENCE_S
+        patience = REST_PATIENCE_S if self.state.keep else 0
+        longest = max(interrupt_times(self.state.grace_s).kill_s, KEPT_FAILURE_TIMES.kill_s)
+        longest += HOME_PATIENCE_S + EXIT_PATIENCE_S + patience
         assert self.now - started <= longest + 1
         self.state.check()
 

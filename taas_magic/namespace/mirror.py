@@ -1,0 +1,378 @@
+"""Keeps a notebook's namespace and those of kept ranks together, from cell to cell.
+
+Ranks that are kept have variables of their own, and the notebook has rank 0's. After each cell the kernel notes what
+both sides have (with the same :class:`taas_magic.namespace.track.Tracker` by which rank 0 finds what has to come home).
+When the next cell is submitted, what the notebook has changed since is sent to every rank: names that were bound anew,
+and changes of objects in place, by the numbers that both sides know them by.
+
+An object that came home from rank 0 has a number there and in the notebook only. So when a cell is over, the other
+ranks *adopt* it: kernel and ranks go through the same names in the same order, and where they find objects of the same
+types, they number them alike. Then `model.eval()` in the notebook reaches the model of each rank, with each rank's own
+weights. Where a rank has something else under a name, all forget those numbers; if the notebook changes such an object,
+its value takes the place of what the ranks have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from taas_magic.namespace.aspects import BY_NAME
+from taas_magic.namespace.blocks import OutgoingBlocks, address_of
+from taas_magic.namespace.common import Common
+from taas_magic.namespace.home import Homecoming
+from taas_magic.namespace.pack import (
+    DELETE_RECORD,
+    SYNC_RECORD,
+    UPDATE_RECORD,
+    PackedNamespace,
+    ReceivedNamespace,
+    Selection,
+    load_namespace,
+    origins_of,
+    pack_namespace,
+)
+from taas_magic.namespace.pickler import NamespacePickler, StorageEntry
+from taas_magic.namespace.store import BlockStore, Segment
+from taas_magic.namespace.track import Sent, Tracker, can_be_followed, is_ddp
+
+
+class Adoption(msgspec.Struct, frozen=True):
+    """Objects under a name that are to be known by their number on every rank."""
+
+    name: str
+    #: Of the types that are found under it, in order.
+    digest: bytes
+    #: (place in that order, number).
+    numbers: list[tuple[int, int]]
+
+
+_encode_adoptions = msgspec.msgpack.encode
+_adoptions_decoder = msgspec.msgpack.Decoder(list[Adoption])
+
+
+# -- the kernel's side -----------------------------------------------------------------------------------------------
+
+
+class Mirror:
+    """The notebook's side of a namespace that kept ranks have.
+
+    Args:
+        packed: What the ranks were sent first.
+        main: The notebook's namespace.
+        ignored: Names that the shell itself provides.
+    """
+
+    def __init__(self, packed: PackedNamespace, main: dict[str, Any], ignored: Iterable[str]) -> None:
+        self.common = packed.common
+        self._main = main
+        self._ignored = frozenset(ignored)
+        self._names = {item.name for item in packed.items}
+        self._uses = dict(packed.uses)
+        #: Objects that are gone here, for the ranks to forget.
+        self._forgotten: set[int] = set()
+        self._tracker: Tracker | None = None
+        self._changed_names: frozenset[str] = frozenset()
+        #: Names that are sent whatever the ranks have, and whether one of them is being written.
+        self._anew: frozenset[str] = frozenset()
+        self._writes_anew = False
+        self._updates: list[tuple[str, Any]] = []
+        self._deleted: list[str] = []
+
+    # -- with a cell -----------------------------------------------------------------------------------------
+
+    def sent(self, packed: PackedNamespace) -> None:
+        """Note that the ranks have been given a parcel."""
+        self._names.update(item.name for item in packed.items)
+        self._uses.update(packed.uses)
+        self._names.difference_update(self._deleted)
+        for number, address in self._rebased(packed):
+            self.common.memory.blocks[number].pristine = address
+        self._forgotten.clear()
+
+    def _rebased(self, packed: PackedNamespace) -> Iterable[tuple[int, int]]:
+        """What the notebook changed in memory, and where that can be read as it was sent."""
+        if self._tracker is None:
+            return
+        memory = self.common.memory
+        first = memory.next_number - len(packed.parcel.extents)
+        latest = {(block.address, block.nbytes): block for number, block in memory.blocks.items() if number >= first}
+        for number, block in memory.blocks.items():
+            if number >= first or not block.pristine or not self._tracker.is_rewritten(block.address):
+                continue
+            same = latest.get((block.address, block.nbytes))
+            if same is not None and same.pristine:
+                block.source = same.source
+                yield number, same.pristine
+            else:
+                block.source = bytes(block.view)
+                yield number, address_of(block.source)
+
+    def came_home(self, home: Homecoming, kept: Segment) -> bytes:
+        """Note what came home and was applied.
+
+        Returns:
+            What the ranks other than 0 need in order to know it too, for :meth:`KeptNamespace.settle`.
+        """
+        numbers = home.note(self.common, kept)
+        self._names |= home.bindings.keys()
+        self._names.difference_update(home.deleted)
+        for name in home.bindings:
+            self._uses[name] = uses_of_value(self._main, self._main.get(name))
+        return _encode_adoptions(self._adoptions_of(numbers, sorted(home.bindings)))
+
+    def _adoptions_of(self, numbers: set[int], first: list[str]) -> list[Adoption]:
+        """Find names that lead to the objects; those to which none does are forgotten, since no other rank has them."""
+        common, main = self.common, self._main
+        number_of = {
+            id(obj): number
+            for number in numbers
+            if can_be_followed(obj := common.objects[number], main) and not is_ddp(type(obj))
+        }
+        adoptions = []
+        for name in dict.fromkeys((*first, *sorted(self._names))):
+            if not number_of:
+                break
+            if name not in main:
+                continue
+            digest, objects = shape_of(main, main[name])
+            found = [(place, number_of.pop(id(obj))) for place, obj in enumerate(objects) if id(obj) in number_of]
+            if found:
+                adoptions.append(Adoption(name, digest, found))
+        adopted = {number for adoption in adoptions for _, number in adoption.numbers}
+        common.forget(numbers - adopted)
+        self._forgotten |= numbers - adopted
+        return adoptions
+
+    def note(self, forgotten: Iterable[int]) -> None:
+        """Note what both sides have, when a cell is over; ``forgotten`` is what some rank has no more."""
+        self._tracker = None
+        self._updates, self._deleted = [], []
+        self.common.forget(forgotten)
+        self._forgotten.update(self.common.prune())
+        self.common.memory.prune()
+        self._tracker = Tracker(self.common, self._main, self._ignored, names=self._names, shares_memory=False)
+
+    # -- before the next ---------------------------------------------------------------------------------------
+
+    def pack(
+        self,
+        selection: Selection,
+        *,
+        process_state: Any,
+        hidden: dict[str, Any],
+        cell_numbers: dict[str, int],
+        store: BlockStore | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PackedNamespace:
+        """Pack what the cell needs and the ranks do not have, and all that the notebook has changed of what they have.
+
+        Raises:
+            CannotTravelError: if something that the cell needs cannot be sent.
+        """
+        tracker = self._tracker
+        assert tracker is not None
+        self._updates, self._deleted, changed = [], [], []
+        for label, payload in tracker.changes([]):
+            kind, _, rest = label.partition(" ")
+            if kind == "update":
+                self._updates.append((UPDATE_RECORD + rest, payload))
+            elif kind == "bind":
+                changed.append(rest)
+            else:
+                self._deleted.append(rest)
+        self._changed_names, self._anew = frozenset(changed), selection.anew
+        maybe = tuple(dict.fromkeys((*selection.maybe, *changed)))
+        return pack_namespace(
+            self._main,
+            Selection(selection.needed, maybe, selection.anew),
+            process_state=process_state,
+            hidden=hidden,
+            cell_numbers=cell_numbers,
+            store=store,
+            progress=progress,
+            sender=self,
+        )
+
+    # -- what `pack_namespace` asks ------------------------------------------------------------------------------
+
+    def pickler(
+        self, stream: Any, blocks: OutgoingBlocks, on_function: Callable[[types.FunctionType], None]
+    ) -> NamespacePickler:
+        """See :class:`taas_magic.namespace.pack.Sender`."""
+        return _UpdatePickler(self, stream, self._main, blocks, on_function=on_function)
+
+    def number_of(self, obj: Any) -> int | None:
+        """The number by which the ranks know an object; None where it is sent by value."""
+        assert self._tracker is not None
+        return None if self._writes_anew else self._tracker.number_of(obj)
+
+    def begin_record(self, label: str) -> None:
+        """See :class:`taas_magic.namespace.pack.Sender`."""
+        self._writes_anew = label in self._anew
+
+    def uses_of(self, name: str) -> set[str] | None:
+        """See :class:`taas_magic.namespace.pack.Sender`."""
+        if name not in self._names or name in self._changed_names:
+            return None
+        return self._uses.get(name, set())
+
+    def head(self) -> tuple[str, Any]:
+        """See :class:`taas_magic.namespace.pack.Sender`."""
+        return SYNC_RECORD, sorted(self._forgotten)
+
+    def tail(self) -> Iterable[tuple[str, Any]]:
+        """See :class:`taas_magic.namespace.pack.Sender`."""
+        yield from self._updates
+        for name in self._deleted:
+            yield f"{DELETE_RECORD}{name}", None
+
+
+class _UpdatePickler(NamespacePickler):
+    """Writes what all ranks have as its number."""
+
+    def __init__(self, mirror: Mirror, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._mirror = mirror
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._mirror.number_of(obj)
+
+
+# -- a rank's side ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class KeptNamespace:
+    """A kept rank's namespace.
+
+    Attributes:
+        common: What it has in common with the notebook.
+        main: The namespace itself.
+        pending: What was packed to come home, until it is known whether the notebook has taken it.
+    """
+
+    common: Common
+    main: dict[str, Any]
+    pending: Sent | None = None
+
+    def load(self, fds: list[int], before_names: Callable[[Any], None]) -> ReceivedNamespace:
+        """Bring it up to date with a parcel from :meth:`Mirror.pack`."""
+        return load_namespace(fds, self.main, before_names=before_names, receiver=self)
+
+    def settle(self, adoptions: bytes, *, home_taken: bool) -> list[int]:
+        """Enter what the notebook has taken home into what both sides have.
+
+        Returns:
+            The numbers of objects that this rank has no more, or never had.
+        """
+        missing: list[int] = []
+        if self.pending is not None and home_taken:
+            # This is rank 0, where all that came from.
+            self.pending.enter(self.common)
+        elif adoptions:
+            for adoption in _adoptions_decoder.decode(adoptions):
+                missing += self._adopt(adoption)
+        self.pending = None
+        missing += self.common.prune()
+        self.common.memory.prune()
+        return missing
+
+    def _adopt(self, adoption: Adoption) -> list[int]:
+        """Number the objects under a name; returns the numbers where this rank has something else there."""
+        if adoption.name in self.main:
+            digest, objects = shape_of(self.main, self.main[adoption.name])
+            if digest == adoption.digest:
+                for place, number in adoption.numbers:
+                    self.common.objects[number] = objects[place]
+                    self.common.next_object = max(self.common.next_object, number + 1)
+                return []
+        return [number for _, number in adoption.numbers]
+
+    def take_sync(self, forgotten: list[int]) -> None:
+        """See :class:`taas_magic.namespace.pack.Receiver`."""
+        self.common.forget(forgotten)
+
+    def take_update(self, number: int, aspect: str, payload: Any) -> None:
+        """See :class:`taas_magic.namespace.pack.Receiver`."""
+        obj = self.common.objects.get(number, _MISSING)
+        if obj is not _MISSING:
+            BY_NAME[aspect].apply(obj, payload)
+
+
+_MISSING = object()
+
+
+# -- looking at values without sending them --------------------------------------------------------------------------
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _LookingPickler(NamespacePickler):
+    """Goes through a value as a pickler does, and copies no memory, neither on this machine nor from a GPU."""
+
+    def _storage(self, storage: Any) -> Any:
+        entry = self._storages.get(storage._cdata)
+        if entry is None:
+            entry = self._storages[storage._cdata] = self._entry_of(storage, 0, 0)
+        return entry
+
+    def _use(self, reference: int, low: int, high: int) -> None:
+        pass
+
+    def _reference(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> tuple[int, int]:
+        self._blocks.enter(0, 0, owner)
+        return 0, 0
+
+    def _choose_reducer(self, kind: type) -> Any:
+        if is_ddp(kind):
+            return lambda wrapper: (_same, (wrapper.module,))
+        return super()._choose_reducer(kind)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def shape_of(main: dict[str, Any], value: Any) -> tuple[bytes, list[Any]]:
+    """The objects under a value that can change, in an order that depends on nothing but their types and places.
+
+    Returns:
+        A digest of the types in order, and the objects.
+    """
+    with _LookingPickler(_Nowhere(), main, OutgoingBlocks()) as pickler:
+        try:
+            pickler.dump(value)
+        except Exception:  # noqa: BLE001 - what cannot be pickled has no shape that two processes could agree on
+            return b"", []
+        origins, _ = origins_of(pickler)
+    objects = [obj for _, obj in sorted(origins.items(), key=lambda pair: pair[0])]
+    objects = [obj for obj in objects if can_be_followed(obj, main) and not is_ddp(type(obj))]
+    objects = [obj for obj in objects if not isinstance(obj, StorageEntry)]
+    names = "\n".join(f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects)
+    return hashlib.blake2b(names.encode(), digest_size=16).digest(), objects
+
+
+def uses_of_value(main: dict[str, Any], value: Any) -> set[str]:
+    """The global names that the functions in a value use."""
+    from taas_magic.namespace.code_names import globals_of_code
+
+    found: set[str] = set()
+
+    def note(func: types.FunctionType) -> None:
+        found.update(globals_of_code(func.__code__))
+
+    with _LookingPickler(_Nowhere(), main, OutgoingBlocks(), on_function=note) as pickler:
+        try:
+            pickler.dump(value)
+        except Exception:  # noqa: BLE001 - then nothing of it is sent either
+            return set()
+    return found

@@ -1,0 +1,104 @@
+"""Ranks that stay between cells: watched while they wait, given the next cell, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from taas_magic.channel import ChannelClosedError
+from taas_magic.runner.run import Run, Source
+from taas_magic.units import format_seconds
+from taas_magic.wire import AgentExited, EndRun, Exit, RankExited, RunOver
+
+#: From the permission to end until what is left is killed: functions that run at exit take their time.
+_EXIT_PATIENCE_S = 5.0
+
+
+@dataclass
+class KeptRanks:
+    """The ranks of a run that is over.
+
+    Attributes:
+        last: The run; it takes what the ranks still write.
+        ended: Why they have ended, or are ending; "" while they wait.
+    """
+
+    last: Run
+    ended: str = ""
+    is_gone: bool = False
+    _since: float = 0.0
+    _ending_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self._since = time.monotonic()
+
+    @property
+    def id(self) -> str:
+        """The id by which the kernel knows them."""
+        return self.last.directory.name
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until they end by themselves."""
+        return max(0.0, self._since + self.last.idle_s - time.monotonic())
+
+    def sources(self) -> Iterator[Source]:
+        """Everything that can become readable."""
+        if self.is_gone:
+            return
+        yield Source(self.last.link.channel.fileno(), self._hear_run_zygote)
+        yield from self.last.rank_sources()
+
+    def tick(self) -> None:
+        """Look at the clock."""
+        if not self.ended and self.remaining_s == 0:
+            self.release(f"no cell came for {format_seconds(self.last.idle_s)}")
+        if self._ending_since is not None and time.monotonic() > self._ending_since + _EXIT_PATIENCE_S:
+            self.last.link.send(EndRun())
+
+    def release(self, reason: str) -> None:
+        """Let the ranks end."""
+        if self.ended:
+            return
+        self.ended, self._ending_since = reason, time.monotonic()
+        for rank in self.last.link.ranks:
+            rank.send(Exit())
+
+    def kill(self) -> None:
+        """End them at once."""
+        self.last.link.send(EndRun())
+
+    def _hear_run_zygote(self) -> None:
+        try:
+            for message, _ in self.last.link.channel.receive_available():
+                if isinstance(message, RankExited):
+                    self._lose(f"rank {message.rank} {_how(message.exit_code)} between two cells")
+                elif isinstance(message, AgentExited):
+                    self._lose("their agent ended")
+                elif isinstance(message, RunOver):
+                    self._finish()
+        except (ChannelClosedError, msgspec.MsgspecError):
+            self._finish()
+
+    def _lose(self, reason: str) -> None:
+        """One of them has ended: the others are of no use without it."""
+        if not self.ended:
+            self.ended = reason
+        self.last.link.send(EndRun())
+
+    def _finish(self) -> None:
+        self.ended = self.ended or "their processes ended"
+        if not self.is_gone:
+            self.is_gone = True
+            self.last.link.close()
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self.last.directory)
+
+
+def _how(exit_code: int) -> str:
+    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"

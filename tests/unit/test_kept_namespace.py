@@ -1,0 +1,175 @@
+"""Ranks that are kept and the notebook see each other's changes as if they shared one namespace, from cell to cell."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+from unit import test_namespace, test_namespace_memory
+from unit.kept import KeptNotebook, KeptRanks, warm_ranks
+from unit.test_namespace import Story
+
+STORIES = [*test_namespace.STORIES, *test_namespace_memory.STORIES]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[KeptRanks]:
+    with warm_ranks() as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def notebook(ranks: KeptRanks) -> Iterator[KeptNotebook]:
+    with ranks.notebook() as notebook:
+        yield notebook
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|torch.quantize")
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_a_later_cell_changes_what_the_ranks_had_before(notebook: KeptNotebook, story: Story) -> None:
+    notebook.run(textwrap.dedent(story.before))
+    # What `alias` holds is what the ranks cannot see.
+    names = [name for name in notebook.names if not name.startswith("__") and name != "alias"]
+    notebook.cell("pass", *names)
+    notebook.cell(textwrap.dedent(story.cell))
+    assert notebook.not_home == []
+    notebook.run(textwrap.dedent(story.after))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|torch.quantize")
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_ranks_see_what_the_notebook_changes_of_what_they_made(notebook: KeptNotebook, story: Story) -> None:
+    notebook.cell(textwrap.dedent(story.before))
+    notebook.run(textwrap.dedent(story.cell))
+    notebook.cell(textwrap.dedent(story.after))
+
+
+def test_each_rank_has_its_own_variables(notebook: KeptNotebook) -> None:
+    notebook.cell("import os; own = os.getpid()")
+    assert notebook["own"]
+    notebook.cell("assert own == os.getpid()")
+
+
+def test_a_name_that_the_notebook_binds_anew_replaces_what_the_ranks_have(notebook: KeptNotebook) -> None:
+    notebook.cell("rate = 0.1")
+    notebook.run("rate = 0.2")
+    notebook.cell("assert rate == 0.2")
+    notebook.run("del rate")
+    notebook.cell("assert 'rate' not in globals()")
+
+
+def test_a_name_that_functions_of_the_ranks_use_is_sent_when_it_is_there(notebook: KeptNotebook) -> None:
+    notebook.cell("def scaled(x):\n    return factor * x")
+    notebook.run("factor = 3")
+    notebook.cell("assert scaled(2) == 6")
+    notebook.run("factor = 4")
+    notebook.cell("assert scaled(2) == 8")
+
+
+def test_weights_stay_the_ranks_own_where_the_notebook_changes_something_else(notebook: KeptNotebook) -> None:
+    notebook.cell(
+        """
+import os, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.no_grad():
+    model.weight.fill_(os.getpid())
+"""
+    )
+    notebook.run("model.eval(); model.note = 'seen'; optimizer.param_groups[0]['lr'] = 0.5")
+    notebook.cell(
+        """
+assert not model.training and model.note == "seen" and optimizer.param_groups[0]["lr"] == 0.5
+assert model.weight[0, 0].item() == os.getpid() and optimizer.param_groups[0]["params"][0] is model.weight
+"""
+    )
+
+
+def test_weights_that_the_notebook_changes_are_the_same_everywhere(notebook: KeptNotebook) -> None:
+    notebook.cell("import torch\nmodel = torch.nn.Linear(2, 2); weight = model.weight")
+    notebook.run("import torch\nwith torch.no_grad():\n    model.weight.fill_(7.0)")
+    notebook.cell(
+        "assert (model.weight == 7).all() and weight is model.weight\nmodel.weight.data = model.weight.data * 2"
+    )
+    assert notebook["model"].weight.tolist() == [[14.0, 14.0], [14.0, 14.0]]
+    # The ranks' weight has other memory now than the notebook knows of.
+    notebook.cell("model.weight.data += 1")
+    assert notebook["model"].weight.tolist() == [[15.0, 15.0], [15.0, 15.0]]
+    notebook.run("model.weight.data += 1")
+    notebook.cell("assert (model.weight == 16).all() and (weight == 16).all()")
+
+
+def test_nothing_travels_where_nothing_changed(notebook: KeptNotebook) -> None:
+    notebook.run("import torch; big = torch.zeros(2**20)")
+    notebook.cell("total = big.sum()")
+    assert notebook.sent_bytes > 2**22
+    notebook.cell("total = big.sum() + 1")
+    assert notebook.sent_bytes < 20_000
+    assert notebook.home_bytes < 20_000
+
+
+def test_only_the_weights_that_changed_come_home(notebook: KeptNotebook) -> None:
+    notebook.cell("import torch; parts = [torch.zeros(2**18) for _ in range(4)]")
+    notebook.cell("parts[1] += 1")
+    assert 2**20 < notebook.home_bytes < 2**20 + 20_000
+    assert [int(part[0]) for part in notebook["parts"]] == [0, 1, 0, 0]
+    notebook.cell("parts[2] += 1")
+    assert notebook.home_bytes < 2**20 + 20_000
+    assert [int(part[0]) for part in notebook["parts"]] == [0, 1, 1, 0]
+
+
+def test_what_differs_in_kind_is_replaced_when_the_notebook_changes_it(notebook: KeptNotebook) -> None:
+    # Which of the two is rank 0 is not to be known here, so both meet at a name that only one has under it.
+    notebook.run("first = []")
+    notebook.cell("import os; thing = [1] if os.getpid() % 2 else {'a': 1}")
+    notebook.run("thing = [*thing, 'changed']; first.append(1)")
+    notebook.cell("assert thing[-1] == 'changed' and first == [1]")
+
+
+def test_push_replaces_and_keeps_what_belongs_together(notebook: KeptNotebook) -> None:
+    notebook.cell(
+        "import os, torch; model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1)"
+    )
+    notebook.cell("torch.nn.init.constant_(model.weight, os.getpid())")
+    notebook.run("pid = int(model.weight[0, 0])")
+    notebook.cell(
+        """
+assert (model.weight == pid).all() and optimizer.param_groups[0]["params"][0] is model.weight
+""",
+        anew=frozenset({"model", "optimizer"}),
+    )
+
+
+def test_what_is_deleted_is_freed(notebook: KeptNotebook) -> None:
+    notebook.cell("import torch, weakref; big = torch.zeros(2**20); holder = [big]; gone = weakref.ref(big)")
+    notebook.run("import weakref; here = weakref.ref(big)")
+    notebook.cell("del big; holder.clear()")
+    assert notebook["here"]() is None
+    notebook.cell("assert gone() is None")
+
+
+def test_memory_that_was_sent_is_given_back(notebook: KeptNotebook) -> None:
+    notebook.run("import numpy as np; big = np.ones(2**21)")
+    notebook.cell("total = big.sum()")
+    notebook.run("del big")
+    notebook.cell("count = sum('taas-parcel' in line for line in open('/proc/self/maps'))")
+    notebook.cell("count = sum('taas-parcel' in line for line in open('/proc/self/maps'))")
+    # One file, mapped twice: the parcel of the running cell.
+    assert notebook["count"] <= 4
+
+
+def test_a_cell_that_fails_leaves_what_it_had_done(notebook: KeptNotebook) -> None:
+    notebook.cell("done = [1]")
+    notebook.cell("done.append(2); 1 / 0", fails=True)
+    assert notebook["done"] == [1, 2]
+    notebook.cell("assert done == [1, 2]; done.append(3)")
+    assert notebook["done"] == [1, 2, 3]
+
+
+def test_many_cells(notebook: KeptNotebook) -> None:
+    notebook.cell("log = []; table = {}")
+    for number in range(20):
+        notebook.cell(f"log.append({number}); table[{number}] = [log]; last = table[{number}]")
+        notebook.run(f"table[{number}].append({number}); log[-1] += 100")
+    notebook.cell("assert log == list(range(100, 120)); assert all(table[n] == [log, n] for n in range(20))")
