@@ -475,3 +475,31 @@ _CONTENT_OF_BASE: tuple[tuple[type, Aspect], ...] = (
 
 def _has_attributes(obj: Any) -> bool:
     return hasattr(obj, "__dict__") or bool(copyreg._slotnames(type(obj)))  # type: ignore[attr-defined]
+
+
+class Kinds:
+    """Remembers what was found out about types, while many objects of few types are looked at."""
+
+    def __init__(self) -> None:
+        self._immutable: dict[type, bool] = {}
+        self._aspects: dict[type, tuple[Aspect, ...]] = {}
+
+    def is_immutable(self, obj: Any) -> bool:
+        """See :func:`is_immutable`."""
+        kind = type(obj)
+        known = self._immutable.get(kind)
+        if known is None:
+            known = self._immutable[kind] = is_immutable(obj)
+        return known
+
+    def aspects_of(self, obj: Any) -> tuple[Aspect, ...] | None:
+        """See :func:`aspects_of`."""
+        kind = type(obj)
+        known = self._aspects.get(kind)
+        if known is not None:
+            return known
+        aspects = aspects_of(obj)
+        has_default_state = kind.__getstate__ is object.__getstate__  # type: ignore[comparison-overlap]
+        if aspects == (CLASS, ATTRIBUTES) and has_default_state:
+            self._aspects[kind] = aspects
+        return aspects

@@ -182,7 +182,7 @@ class Common:
 
     def add_objects(self, first: int, objects: dict[int, Any], num_numbers: int) -> None:
         """Note the objects of a parcel by their place in its memo, which has ``num_numbers`` places."""
-        self.objects.update((first + place, obj) for place, obj in objects.items())
+        self.objects.update(objects if first == 0 else {first + place: obj for place, obj in objects.items()})
         self.next_object = max(self.next_object, first + num_numbers)
 
 

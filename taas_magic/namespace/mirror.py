@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from taas_magic.namespace.aspects import BY_NAME
+from taas_magic.namespace.aspects import BY_NAME, Kinds
 from taas_magic.namespace.blocks import OutgoingBlocks, address_of
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.home import Homecoming
@@ -128,11 +128,11 @@ class Mirror:
 
     def _adoptions_of(self, numbers: set[int], first: list[str]) -> list[Adoption]:
         """Find names that lead to the objects; those to which none does are forgotten, since no other rank has them."""
-        common, main = self.common, self._main
+        common, main, kinds = self.common, self._main, Kinds()
         number_of = {
             id(obj): number
             for number in numbers
-            if can_be_followed(obj := common.objects[number], main) and not is_ddp(type(obj))
+            if can_be_followed(obj := common.objects[number], main, kinds) and not is_ddp(type(obj))
         }
         adoptions = []
         for name in dict.fromkeys((*first, *sorted(self._names))):
@@ -353,9 +353,10 @@ def shape_of(main: dict[str, Any], value: Any) -> tuple[bytes, list[Any]]:
             pickler.dump(value)
         except Exception:  # noqa: BLE001 - what cannot be pickled has no shape that two processes could agree on
             return b"", []
-        origins, _ = origins_of(pickler)
+        origins = origins_of(pickler).objects
     objects = [obj for _, obj in sorted(origins.items(), key=lambda pair: pair[0])]
-    objects = [obj for obj in objects if can_be_followed(obj, main) and not is_ddp(type(obj))]
+    kinds = Kinds()
+    objects = [obj for obj in objects if can_be_followed(obj, main, kinds) and not is_ddp(type(obj))]
     objects = [obj for obj in objects if not isinstance(obj, StorageEntry)]
     names = "\n".join(f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects)
     return hashlib.blake2b(names.encode(), digest_size=16).digest(), objects

@@ -10,16 +10,18 @@ from __future__ import annotations
 import heapq
 import io
 import linecache
+import operator
 import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from taas_magic.errors import CannotTravelError
 from taas_magic.namespace.blocks import Contents, IncomingBlocks, OutgoingBlocks, Parcel, write_parcel
 from taas_magic.namespace.code_names import globals_of_code
+from taas_magic.namespace.collection import no_collection
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.culprit import Culprit, find_culprit
 from taas_magic.namespace.pickler import NamespacePickler
@@ -135,23 +137,24 @@ def pack_namespace(
     left_out: dict[str, str] = {}
     first: dict[str, str] = {}
     regions: list[tuple[int, int]] = []
-    while True:
-        packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender)
-        try:
-            packing.write_records(process_state)
-        except _RecordError as failure:
-            if failure.name in packing.needed_names:
-                raise _cannot_travel(main, failure) from failure.error
-            left_out[failure.name] = str(failure.error).splitlines()[0] if str(failure.error) else "no pickle"
-            continue
-        overlapping = packing.overlapping()
-        if overlapping and not regions:
-            regions = overlapping
-            continue
-        if first or not packing.late_names:
-            return packing.finish(store, progress)
-        # Loading a record may call methods (__setstate__, __hash__), and those of some use names that came behind it.
-        first = packing.names_to_load_first()
+    with no_collection():
+        while True:
+            packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender)
+            try:
+                packing.write_records(process_state)
+            except _RecordError as failure:
+                if failure.name in packing.needed_names:
+                    raise _cannot_travel(main, failure) from failure.error
+                left_out[failure.name] = str(failure.error).splitlines()[0] if str(failure.error) else "no pickle"
+                continue
+            overlapping = packing.overlapping()
+            if overlapping and not regions:
+                regions = overlapping
+                continue
+            if first or not packing.late_names:
+                return packing.finish(store, progress)
+            # Loading a record may call methods (__setstate__, __hash__), and those of some use names that came later.
+            first = packing.names_to_load_first()
 
 
 @dataclass
@@ -228,20 +231,19 @@ class _Packing:
 
     def finish(self, store: BlockStore | None, progress: Callable[[int, int], None] | None) -> PackedNamespace:
         """Write the parcel."""
-        num_numbers = len(self._pickler.memo.copy())
-        origins, temporaries = origins_of(self._pickler)
+        origins = origins_of(self._pickler)
         common = Common() if self.sender is None else self.sender.common
         contents = Contents(
             self._stream.getbuffer(),
             self._records,
             self._pickler.out_of_band,
-            temporaries,
+            origins.temporaries,
             common.next_object,
             common.memory.next_number,
         )
         parcel = write_parcel(contents, self._blocks, store=store, progress=progress)
         self._pickler.close()
-        common.add_objects(common.next_object, origins, num_numbers)
+        common.add_objects(common.next_object, origins.objects, origins.num_places)
         common.memory.add_sent(self._blocks.blocks, parcel)
         return PackedNamespace(parcel, common, self._items, dict(self.left_out), self._uses)
 
@@ -315,33 +317,41 @@ def load_order(value: Any) -> int:
     return _DEFINITION if isinstance(value, (type, types.FunctionType)) else _VALUE
 
 
-def origins_of(pickler: NamespacePickler) -> tuple[dict[int, Any], list[int]]:
-    """The memo by number, without what was there for the pickle only: dicts of attributes, what only the memo holds.
+class Origins(NamedTuple):
+    """What a pickler has met, by its place in the memo."""
+
+    objects: dict[int, Any]
+    #: Places of what was there for the pickle only: dicts of attributes, and what nothing but the memo holds.
+    temporaries: list[int]
+    num_places: int
+
+
+def origins_of(pickler: NamespacePickler) -> Origins:
+    """Take a pickler's memo apart; values of the plainest types are left out, since they never change.
 
     A container has a lower number than what it holds, so one pass in order also finds the parts of such objects.
     """
-    pairs = sorted(pickler.memo.copy().values(), key=lambda pair: pair[0])
-    pickler.clear_memo()
     # An instance takes its attributes out of the dict that travels: what arrives is a dict that nobody uses.
-    attribute_dicts = {id(_attribute_dict(obj)) for _, obj in pairs} - {id(None)}
+    attribute_dicts = pickler.attribute_dicts()
+    pairs = sorted(pickler.memo.copy().values(), key=_place_of, reverse=True)
+    pickler.clear_memo()
+    num_places = len(pairs)
     origins = {}
     temporaries = []
-    pairs.reverse()
+    take, count, limit = pairs.pop, sys.getrefcount, _REFERENCES_OF_A_TEMPORARY
     while pairs:
-        number, obj = pairs.pop()
-        if sys.getrefcount(obj) <= _REFERENCES_OF_A_TEMPORARY or id(obj) in attribute_dicts:
+        number, obj = take()
+        if type(obj) in _PLAIN:
+            continue
+        if count(obj) <= limit or id(obj) in attribute_dicts:
             temporaries.append(number)
         else:
             origins[number] = obj
-    return origins, temporaries
+    return Origins(origins, temporaries, num_places)
 
 
-def _attribute_dict(obj: Any) -> dict[str, Any] | None:
-    try:
-        attributes = object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        return None
-    return attributes if type(attributes) is dict else None
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, types.CodeType})
+_place_of = operator.itemgetter(0)
 
 
 def _references_of_a_temporary() -> int:
@@ -450,7 +460,7 @@ def load_namespace(
     context = Loading(incoming, main, common.memory)
     unpickler = ParcelUnpickler(context, common.objects)
     sources: dict[str, tuple[str, int | None]] = {}
-    with loading(context):
+    with loading(context), no_collection():
         for label, _ in incoming.manifest.records:
             try:
                 with without_warnings():

@@ -12,6 +12,7 @@ What differs from cloudpickle:
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import pickle
@@ -69,6 +70,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         locate: Locate | None = None,
     ) -> None:
         self.out_of_band: list[int] = []
+        # One dict: cloudpickle chains two, and asks both, in Python, about every object.
+        self.dispatch_table = {**copyreg.dispatch_table, **cloudpickle.Pickler._dispatch_table}
         # Not the method itself: pickler and method would refer to each other, and keep all that was pickled alive.
         this = weakref.ref(self)
         super().__init__(file, protocol=5, buffer_callback=lambda buffer: this()._take_buffer(buffer))  # type: ignore[union-attr]
@@ -77,6 +80,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         self._on_function = on_function
         self._locate = locate
         self._storages: dict[int, StorageEntry] = {}
+        #: What was pickled and is of no builtin type.
+        self._instances: list[Any] = []
         self._reducers: dict[type, Callable[[Any], Any]] = {}
         #: Ids of arrays whose memory several data frames may share until one of them writes.
         self._copied_on_write: set[int] = set()
@@ -86,6 +91,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         self.clear_memo()
         self._reducers.clear()
         self._storages.clear()
+        self._instances.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +107,21 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         reducer = self._reducers.get(kind)
         if reducer is None:
             reducer = self._reducers[kind] = self._choose_reducer(kind)
+        self._instances.append(obj)
         return reducer(obj)
+
+    def attribute_dicts(self) -> set[int]:
+        """The ids of the dicts that hold the attributes of what was pickled; to be asked once, at the end."""
+        found = set()
+        for obj in self._instances:
+            try:
+                attributes = object.__getattribute__(obj, "__dict__")
+            except AttributeError:
+                continue
+            if type(attributes) is dict:
+                found.add(id(attributes))
+        self._instances.clear()
+        return found
 
     def _choose_reducer(self, kind: type) -> Callable[[Any], Any]:  # noqa: C901, PLR0912 - a table of types
         """Pick the reducer for a type once; instances then cost one dict lookup."""

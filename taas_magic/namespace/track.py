@@ -25,9 +25,9 @@ from taas_magic.namespace.aspects import (
     KEPT,
     SAME,
     Aspect,
+    Kinds,
     aspects_of,
     has_own_state,
-    is_immutable,
     place_of_tensor,
 )
 from taas_magic.namespace.blocks import (
@@ -39,6 +39,7 @@ from taas_magic.namespace.blocks import (
     view_of_memory,
     write_parcel,
 )
+from taas_magic.namespace.collection import no_collection
 from taas_magic.namespace.common import Common, CommonBlock
 from taas_magic.namespace.pack import load_order, origins_of
 from taas_magic.namespace.pickler import Locate, MainGlobals, NamespacePickler, Refused
@@ -150,23 +151,24 @@ class Tracker:
         self._followed_names = None if names is None else frozenset(names)
         self._main = main
         self._ignored = frozenset(ignored)
-        self._origins = {number: obj for number, obj in common.objects.items() if self._can_be_followed(obj)}
+        self._kinds = Kinds()
+        self._origins = {
+            number: obj for number, obj in common.objects.items() if can_be_followed(obj, main, self._kinds)
+        }
         self._number_of = {id(obj): number for number, obj in self._origins.items()}
         #: Ids of opaque origins that changed: they come home by value, so whatever holds them has to be sent.
         self._changed_opaque: set[int] = set()
         #: Those that are updated by their state instead.
         self._changed_states: list[_Followed] = []
-        self._followed = [self._follow(number, obj) for number, obj in self._origins.items()]
+        with no_collection():
+            self._followed = [self._follow(number, obj) for number, obj in self._origins.items()]
         self._names = {name: self.note(value) for name, value in main.items() if self._is_notebook_name(name)}
-
-    def _can_be_followed(self, obj: Any) -> bool:
-        return can_be_followed(obj, self._main)
 
     # -- noting --------------------------------------------------------------------------------------------------
 
     def _follow(self, number: int, obj: Any) -> _Followed:
         try:
-            aspects = aspects_of(obj)
+            aspects = self._kinds.aspects_of(obj)
             if aspects is not None and not self._is_not_written_back(obj):
                 return _Followed(number, obj, [(aspect, aspect.take(obj, self)) for aspect in aspects])
         except Exception:  # noqa: BLE001, S110 - a class's own code failed: no reason not to run the cell
@@ -187,7 +189,7 @@ class Tracker:
 
     def note(self, value: Any) -> Any:
         """See :class:`taas_magic.namespace.aspects.View`."""
-        if id(value) in self._number_of or self._is_safe(value):
+        if self._kinds.is_immutable(value) or id(value) in self._number_of or self._is_safe(value):
             return value
         return _Digest(value, self._digest(value))
 
@@ -195,7 +197,7 @@ class Tracker:
         """Whether identity tells all about a value: it cannot change, or is followed."""
         if isinstance(value, (tuple, frozenset)):
             return all(id(item) in self._number_of or self._is_safe(item) for item in value)
-        return is_immutable(value) or (isinstance(value, type) and not aspects_of(value))
+        return self._kinds.is_immutable(value) or (isinstance(value, type) and not aspects_of(value))
 
     def differs(self, noted: Any, value: Any) -> bool:
         """See :class:`taas_magic.namespace.aspects.View`."""
@@ -389,10 +391,11 @@ class Tracker:
         return f"a {type(target).__name__}"
 
 
-def can_be_followed(obj: Any, main: dict[str, Any]) -> bool:
+def can_be_followed(obj: Any, main: dict[str, Any], kinds: Kinds) -> bool:
     """Whether an object can change, and so has a number of its own on both sides."""
-    is_by_value = isinstance(obj, (tuple, frozenset, MainGlobals)) or obj is main
-    return not is_by_value and not is_immutable(obj)
+    if kinds.is_immutable(obj):
+        return False
+    return not isinstance(obj, (tuple, frozenset, MainGlobals)) and obj is not main
 
 
 def is_ddp(kind: type) -> bool:
@@ -465,8 +468,7 @@ class _Packing:
         self, contents: Contents, pickler: _HomePickler, blocks: OutgoingBlocks, changed: list[tuple[int, int]]
     ) -> Parcel:
         common = self.tracker._common
-        num_numbers = len(pickler.memo.copy())
-        objects, temporaries = origins_of(pickler)
+        objects, temporaries, num_numbers = origins_of(pickler)
         wrappers = [place for place, obj in objects.items() if is_ddp(type(obj))]
         for place in wrappers:
             del objects[place]
