@@ -29,6 +29,7 @@ import msgspec
 
 from taas_magic.errors import CannotTravelError
 from taas_magic.namespace.bulk import write_out
+from taas_magic.namespace.large_bytes import HEADROOM_BYTES, MIN_BYTES, is_used, object_at, write_head
 from taas_magic.units import format_bytes
 
 if TYPE_CHECKING:
@@ -290,7 +291,8 @@ def _reclaimable_bytes() -> int:
 
 def _aligned(position: int, nbytes: int) -> int:
     alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else mmap.PAGESIZE
-    return -(-position // alignment) * alignment
+    headroom = HEADROOM_BYTES if nbytes >= MIN_BYTES else 0
+    return -(-position // alignment) * alignment + headroom
 
 
 @dataclass(slots=True)
@@ -367,6 +369,10 @@ def _references_of_an_attribute() -> int:
 _REFERENCES_OF_AN_ATTRIBUTE = _references_of_an_attribute()
 
 
+#: Nothing that Python counts keeps a parcel mapped for the sake of the objects that lie in it.
+_parcels_with_bytes: dict[int, IncomingBlocks] = {}
+
+
 class IncomingBlocks:
     """A parcel mapped copy-on-write: the stream, and the blocks at their addresses.
 
@@ -377,6 +383,8 @@ class IncomingBlocks:
     def __init__(self, fds: Sequence[int]) -> None:
         self._files = [_File.map(fd) for fd in fds]
         self.buffer = memoryview(self._files[0].private)
+        #: Objects that lie in the parcel itself: their addresses by block.
+        self._bytes_objects: dict[int, int] = {}
         magic, manifest_offset, manifest_size = _HEADER.unpack_from(self.buffer, 0)
         if magic != _MAGIC:
             raise ValueError(f"not a parcel: it starts with {magic!r}, expected {_MAGIC!r}")
@@ -393,6 +401,9 @@ class IncomingBlocks:
         """Unmap the files over which nothing in this process has memory; True if that was all of them."""
         with contextlib.suppress(BufferError):
             self.buffer.release()
+        if any(is_used(address) for address in self._bytes_objects.values()):
+            return False
+        _parcels_with_bytes.pop(id(self), None)
         for file in self._files:
             file.close_if_unused()
         return all(file.private.closed for file in self._files)
@@ -411,6 +422,15 @@ class IncomingBlocks:
         """Where the block's first byte lies in this process."""
         extent = self.manifest.blocks[number]
         return self._files[extent.segment].base + extent.file_offset
+
+    def bytes_over(self, number: int) -> bytes:
+        """The ``bytes`` object that a block is."""
+        if number not in self._bytes_objects:
+            # What is in the map may go when nobody refers to it, and only then.
+            _parcels_with_bytes[id(self)] = self
+            address = self._bytes_objects[number] = self.address(number)
+            write_head(address, self.extent(number).nbytes)
+        return object_at(self._bytes_objects[number])
 
     def pristine_address(self, number: int) -> int:
         """Where the block lies as it arrived, whatever this process does to it."""

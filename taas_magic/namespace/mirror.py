@@ -26,6 +26,7 @@ from taas_magic.namespace.aspects import BY_NAME, Kinds
 from taas_magic.namespace.blocks import OutgoingBlocks, address_of
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.home import Homecoming
+from taas_magic.namespace.large_bytes import is_large
 from taas_magic.namespace.pack import (
     DELETE_RECORD,
     SYNC_RECORD,
@@ -240,8 +241,8 @@ class _UpdatePickler(NamespacePickler):
         super().__init__(*arguments, **options)
         self._mirror = mirror
 
-    def persistent_id(self, obj: Any) -> int | None:
-        return self._mirror.number_of(obj)
+    def persistent_id(self, obj: Any) -> Any:
+        return self.large_bytes_id(obj) if is_large(obj) else self._mirror.number_of(obj)
 
 
 # -- a rank's side ---------------------------------------------------------------------------------------------------

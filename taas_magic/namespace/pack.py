@@ -24,7 +24,12 @@ from taas_magic.namespace.code_names import globals_of_code
 from taas_magic.namespace.collection import no_collection
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.culprit import Culprit, find_culprit
-from taas_magic.namespace.pickler import NamespacePickler
+from taas_magic.namespace.pickler import (
+    HasLargeBytesError,
+    LargeBytesPickler,
+    NamespacePickler,
+    StreamWithoutLargeBytes,
+)
 from taas_magic.namespace.rebuild import Loading, ParcelUnpickler, loading, without_warnings
 from taas_magic.namespace.store import BlockStore
 
@@ -137,11 +142,16 @@ def pack_namespace(
     left_out: dict[str, str] = {}
     first: dict[str, str] = {}
     regions: list[tuple[int, int]] = []
+    has_large_bytes = False
     with no_collection():
         while True:
             packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender)
+            packing.has_large_bytes = has_large_bytes
             try:
                 packing.write_records(process_state)
+            except HasLargeBytesError:
+                has_large_bytes = True
+                continue
             except _RecordError as failure:
                 if failure.name in packing.needed_names:
                     raise _cannot_travel(main, failure) from failure.error
@@ -171,16 +181,18 @@ class _Packing:
     #: Memory that several owners share in parts, see :class:`OutgoingBlocks`.
     regions: list[tuple[int, int]] = field(default_factory=list)
     sender: Sender | None = None
+    has_large_bytes: bool = False
     needed_names: set[str] = field(default_factory=set)
     #: Names that a value's methods use, and that came behind the value.
     late_names: set[str] = field(default_factory=set)
 
     def write_records(self, process_state: Any) -> None:
         """Write everything up to the last record."""
-        self._stream = io.BytesIO()
+        self._stream = io.BytesIO() if self.has_large_bytes else StreamWithoutLargeBytes()
         self._blocks = OutgoingBlocks(self.regions)
         if self.sender is None:
-            self._pickler = NamespacePickler(self._stream, self.main, self._blocks, on_function=self._saw_function)
+            kind = LargeBytesPickler if self.has_large_bytes else NamespacePickler
+            self._pickler = kind(self._stream, self.main, self._blocks, on_function=self._saw_function)
         else:
             self._pickler = self.sender.pickler(self._stream, self._blocks, self._saw_function)
         self._records: list[tuple[str, int]] = []
@@ -402,7 +414,7 @@ def try_pickle(main: dict[str, Any], obj: Any) -> BaseException | None:
 def pack_value(main: dict[str, Any], value: Any) -> Parcel:
     """Pack one value by itself; :func:`load_value` is the other side."""
     stream, blocks = io.BytesIO(), OutgoingBlocks()
-    with NamespacePickler(stream, main, blocks) as pickler:
+    with LargeBytesPickler(stream, main, blocks) as pickler:
         pickler.dump(value)
         return write_parcel(Contents(stream.getbuffer(), [("value", 0)], pickler.out_of_band), blocks)
 
@@ -457,7 +469,7 @@ def load_namespace(
     """
     incoming = IncomingBlocks(fds)
     common = Common() if receiver is None else receiver.common
-    context = Loading(incoming, main, common.memory)
+    context = Loading(incoming, main, common.memory, maps_bytes=True)
     unpickler = ParcelUnpickler(context, common.objects)
     sources: dict[str, tuple[str, int | None]] = {}
     with loading(context), no_collection():

@@ -27,12 +27,26 @@ from typing import Any, Self
 import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_internals
 
-from taas_magic.namespace import rebuild
+from taas_magic.namespace import large_bytes, rebuild
 from taas_magic.namespace.blocks import OutgoingBlocks, address_of
 
 #: Finds the block of the receiver in which memory (address, bytes) of this process lies: (number, offset from the
 #: owner's start).
 Locate = Callable[[int, int], "tuple[int, int] | None"]
+
+
+class HasLargeBytesError(BaseException):
+    """The stream would hold a large ``bytes``; no error of the value, so nothing else catches it."""
+
+
+class StreamWithoutLargeBytes(io.BytesIO):
+    """Where a pickle goes that is not to hold large ``bytes``. Most hold none, and then looking for them would cost."""
+
+    def write(self, data: Any) -> int:
+        """See the base class."""
+        if large_bytes.is_large(data):
+            raise HasLargeBytesError
+        return super().write(data)
 
 
 class MainGlobals:
@@ -109,6 +123,16 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             reducer = self._reducers[kind] = self._choose_reducer(kind)
         self._instances.append(obj)
         return reducer(obj)
+
+    def large_bytes_id(self, obj: bytes) -> tuple[int, ...]:
+        """The persistent id of a large ``bytes``: the reference of its block."""
+        address, nbytes = large_bytes.place_of(obj)
+        located = self._locate(address, nbytes) if self._locate is not None else None
+        if located is not None:
+            return (-1 - located[0],)
+        number = self._blocks.enter(address, nbytes, obj, writable=False)
+        self._blocks.blocks[number].use(0, nbytes)
+        return (number,)
 
     def attribute_dicts(self) -> set[int]:
         """The ids of the dicts that hold the attributes of what was pickled; to be asked once, at the end."""
@@ -330,6 +354,14 @@ class StorageEntry:
 
     def __reduce__(self) -> Any:
         return rebuild.storage, (self.reference, self.storage.device.type)
+
+
+class LargeBytesPickler(NamespacePickler):
+    """Takes large ``bytes`` out of the stream, for which it has to look at every object."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """See :class:`pickle.Pickler`."""
+        return self.large_bytes_id(obj) if large_bytes.is_large(obj) else None
 
 
 def _without_slot_names(reduced: Any) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from taas_magic.namespace import large_bytes
 from taas_magic.namespace.blocks import IncomingBlocks
 from taas_magic.namespace.common import CommonMemory
 
@@ -35,11 +36,13 @@ class Loading:
         own: CommonMemory | None = None,
         *,
         copy_below_bytes: int = 0,
+        maps_bytes: bool = False,
     ) -> None:
         self.incoming = incoming
         self.main = main
         self.own = own or CommonMemory()
         self._copy_below_bytes = copy_below_bytes
+        self._maps_bytes = maps_bytes
         self._copies: dict[int, memoryview] = {}
         self._own_storages: dict[int, Any] = {}
 
@@ -49,6 +52,16 @@ class Loading:
         if len(view) >= self._copy_below_bytes:
             return view
         return self._copies.setdefault(reference, memoryview(bytearray(view)))
+
+    def large_bytes(self, reference: int) -> bytes:
+        """The ``bytes`` object of a block: a rank's lies where the block is mapped, another process gets a copy."""
+        if reference < 0:
+            own = self.own.blocks[-1 - reference]
+            obj: bytes = own.owner if isinstance(own.owner, bytes) else large_bytes.copied_out(own.view)
+            return obj
+        if not self._maps_bytes:
+            return large_bytes.copied_out(self.incoming.view(reference))
+        return self.incoming.bytes_over(reference)
 
     @property
     def buffers(self) -> list[memoryview]:
@@ -90,10 +103,13 @@ class ParcelUnpickler(pickle.Unpickler):
 
     def __init__(self, context: Loading, objects: Mapping[int, Any] = MappingProxyType({})) -> None:
         super().__init__(io.BytesIO(context.incoming.stream), buffers=context.buffers)
+        self._context = context
         self._objects = objects
 
     def persistent_load(self, number: Any) -> Any:
-        """See :class:`pickle.Unpickler`."""
+        """See :class:`pickle.Unpickler`; a number in a tuple is that of a block."""
+        if isinstance(number, tuple):
+            return self._context.large_bytes(number[0])
         try:
             return self._objects[number]
         except KeyError:

@@ -41,6 +41,7 @@ from taas_magic.namespace.blocks import (
 )
 from taas_magic.namespace.collection import no_collection
 from taas_magic.namespace.common import Common, CommonBlock
+from taas_magic.namespace.large_bytes import is_large
 from taas_magic.namespace.pack import load_order, origins_of
 from taas_magic.namespace.pickler import Locate, MainGlobals, NamespacePickler, Refused
 from taas_magic.namespace.store import Segment
@@ -501,10 +502,10 @@ class _HomePickler(NamespacePickler):
         self._by_value = by_value
         self.unwrapped: list[str] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> Any:
         if id(obj) == self._by_value:
             return None
-        return self._tracker.number_of(obj)
+        return self.large_bytes_id(obj) if is_large(obj) else self._tracker.number_of(obj)
 
     def _choose_reducer(self, kind: type) -> Any:
         if is_ddp(kind):

@@ -139,6 +139,7 @@ class RunState:
     #: When kept ranks were told that the cell is over everywhere.
     _rest_since: float | None = None
     _has_missed_rest: bool = False
+    _has_stayed: bool = False
     #: The highest level of stopping that each rank has been sent.
     _sent: dict[int, int] = field(default_factory=dict)
     #: When rank 0 began to pack, or was asked to.
@@ -291,6 +292,8 @@ class RunState:
     @property
     def stays(self) -> bool:
         """Whether the cell is over, and all ranks wait for another one."""
+        if self.concluded:
+            return self._has_stayed
         return (
             self._may_stay
             and self.home in (HomePhase.TAKEN, HomePhase.LOST)
@@ -300,7 +303,8 @@ class RunState:
     @property
     def _may_stay(self) -> bool:
         has_lost_some = self._agent_has_gone or self._has_missed_rest or bool(self._ranks_in(RankPhase.EXITED))
-        return self.keep and not has_lost_some and self.interrupts < 3
+        # Whoever was sent more than an interrupt may still heed it.
+        return self.keep and not has_lost_some and max(self._sent.values(), default=0) < 2
 
     def _settle(self, now: float) -> Iterator[Instruction]:
         """Have ranks that are to stay get ready for more; where one never does, they do not stay."""
@@ -469,7 +473,7 @@ class RunState:
         if self.concluded:
             return []
         self._lose_home("rank 0 was never started")
-        self.concluded = True
+        self._has_stayed, self.concluded = self.stays, True
         return [Conclude()]
 
     # -- the outcome ---------------------------------------------------------------------------------------------

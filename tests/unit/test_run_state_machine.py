@@ -79,6 +79,7 @@ class World(RuleBasedStateMachine):
                 self.num_announced += 1
             elif isinstance(each, Conclude):
                 self.num_concluded += 1
+                self.alive_at_the_end = self.alive()
         assert self.num_concluded <= 1
         assert self.num_announced <= 1
 
@@ -265,9 +266,9 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_left_at_the_end(self) -> None:
-        if self.num_concluded and self.alive():
+        if self.num_concluded and self.alive_at_the_end:
             assert self.state.stays
-            assert self.alive() == set(range(self.state.num_ranks))
+            assert self.alive_at_the_end == set(range(self.state.num_ranks))
             assert not self.released
             assert not any(signal.SIGTERM in sent or signal.SIGKILL in sent for sent in self.signals.values())
 
