@@ -43,6 +43,7 @@ class Kept:
 
     Attributes:
         id: By which the runner knows them.
+        runner: The runner that has them.
         place: How many there are, and whether they rehearse.
         writes: Who of them may write in the project.
         mirror: What they and the notebook have in common.
@@ -50,6 +51,7 @@ class Kept:
     """
 
     id: str
+    runner: RunnerProcess
     place: Place
     writes: str
     mirror: Mirror
@@ -170,8 +172,8 @@ class Session:
         )
 
     def _why_ended(self, kept: Kept) -> str:
-        runner = self._runner
-        if runner is None or not runner.is_alive:
+        runner = kept.runner
+        if self._runner is not runner or not runner.is_alive:
             return "their runner has ended"
         with self._alone("ask its runner"):
             for _ in runner.receive(0):
@@ -181,9 +183,9 @@ class Session:
     def release(self) -> Kept | None:
         """End the ranks that stay; returns which they were, None where there were none."""
         kept, self._kept = self._kept, None
-        runner = self._runner
-        if kept is None or runner is None or not runner.is_alive or kept.id in runner.kept_ended:
+        if kept is None or self._why_ended(kept):
             return kept
+        runner = kept.runner
         with self._alone("release its ranks"):
             runner.connect()
             runner.send(ReleaseKept(kept.id))

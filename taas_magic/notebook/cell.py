@@ -127,7 +127,8 @@ def run_cell(
     del packed, request
     if mirror is not None:
         cell_number = kept.cell_number if kept is not None else number_of_cell(shell)
-        _keep_ranks(session, outcome, Kept(outcome.ended.kept_id, place, _writes(pragma, kept), mirror, cell_number))
+        staying = Kept(outcome.ended.kept_id, runner, place, _writes(pragma, kept), mirror, cell_number)
+        _keep_ranks(session, outcome, staying)
     if take_results is not None:
         take_results(outcome.rank_results or [])
         outcome.rank_results = None

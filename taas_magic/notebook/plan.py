@@ -17,7 +17,8 @@ def describe_plan(packed: PackedNamespace, bound: list[str]) -> str:
     """
     items = sorted(packed.items, key=lambda item: -item.size_bytes)
     rows = [(item.name, item.type_name, format_bytes(item.size_bytes), item.why) for item in items]
-    lines = [f"to the ranks, once for all of them: {format_bytes(packed.parcel.size_bytes)}"]
+    total, new = packed.parcel.mapped_bytes, packed.parcel.size_bytes
+    lines = [f"to the ranks, once for all of them: {format_bytes(total)}, of which {format_bytes(new)} are new"]
     lines += _table([_COLUMNS, *rows]) if rows else ["  nothing of the notebook"]
     lines += [f"  left out: {name} ({reason})" for name, reason in packed.left_out.items()]
     lines.append("home from rank 0: what the cell changes in these, and the names it binds")
