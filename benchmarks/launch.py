@@ -42,7 +42,7 @@ def main() -> None:
     text = _document(arguments, results, rounds, versions)
     print(text)
     for path in arguments.output:
-        _write(path, text)
+        write_between_marks(path, text, "measured")
 
 
 def _parse() -> argparse.Namespace:
@@ -122,18 +122,16 @@ Command: `python benchmarks/launch.py {options}`
 """
 
 
-_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace what stands between the marks, or append it with the marks where there are none."""
+def write_between_marks(path: Path, text: str, name: str) -> None:
+    """Replace what stands between the marks of that name, or append it with the marks where there are none."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     old = path.read_text(encoding="utf-8") if path.exists() else ""
-    if _BEGIN in old:
-        head, _, rest = old.partition(_BEGIN)
-        tail = rest.partition(_END)[2]
+    if begin in old:
+        head, _, rest = old.partition(begin)
+        tail = rest.partition(end)[2]
     else:
         head, tail = (old + "\n" if old else ""), "\n"
-    path.write_text(f"{head}{_BEGIN}\n{text}{_END}{tail}", encoding="utf-8")
+    path.write_text(f"{head}{begin}\n{text}{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

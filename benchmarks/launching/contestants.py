@@ -53,6 +53,11 @@ def _taas(job: Job) -> str:
     return f"#pragma taas --gpus {job.num_ranks}\n{job.body}"
 
 
+def _taas_kept_setup(num_ranks: int) -> str:
+    form = 'import torch.distributed; torch.distributed.init_process_group("gloo")'
+    return f"%load_ext taas_magic\n#pragma taas --gpus {num_ranks} --keep\n{form}"
+
+
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +183,13 @@ _STARTS = ("launch",)
 
 CONTESTANTS = (
     Contestant("taas", "**taas** (pragma cell)", _taas, _taas_setup, needs="taas-magic"),
+    Contestant(
+        "taas-kept",
+        "**taas**, ranks kept, with their process group",
+        _taas,
+        _taas_kept_setup,
+        needs="taas-magic",
+    ),
     Contestant("accelerate", "Accelerate `notebook_launcher` (fork)", _accelerate, needs="accelerate"),
     Contestant("elastic-fork", 'torch `elastic_launch("fork")`', lambda job: _elastic(job, "fork")),
     Contestant("elastic-spawn", 'torch `elastic_launch("spawn")`', lambda job: _elastic(job, "spawn"), warms_up=False),

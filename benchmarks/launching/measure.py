@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launching.contestants import Contestant
-from launching.jobs import Job
+from launching.jobs import KINDS, Job
 from launching.notebook import Notebook, NotebookError
 from taas_magic.rank.processes import kill_descendants
 
@@ -63,17 +63,19 @@ class Bench:
         peers_python: That of peers.
         directory: For files of jobs.
         launches: Measured launches a visit, of contestants that warm up.
+        kinds: The kinds of job to measure.
     """
 
     python: str
     peers_python: str
     directory: Path
     launches: int
+    kinds: tuple[str, ...] = KINDS
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def visit(self, contestant: Contestant, num_ranks: int, samples: Samples) -> None:
         """Measure every kind of job once or a few times; what keeps going wrong is not tried again."""
-        todo = [kind for kind in contestant.kinds if not samples.is_hopeless(kind)]
+        todo = [kind for kind in contestant.kinds if kind in self.kinds and not samples.is_hopeless(kind)]
         while todo and samples.unavailable is None:
             self._one_notebook(contestant, num_ranks, samples, todo)
 
