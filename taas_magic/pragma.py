@@ -24,7 +24,15 @@ from taas_magic.flags import (
     words_of,
 )
 
-__all__ = ["ParsedCell", "Pragma", "flags_reference", "parse_cell", "parse_flags", "parse_magic_cell"]
+__all__ = [
+    "ParsedCell",
+    "Pragma",
+    "flags_reference",
+    "parse_cell",
+    "parse_flags",
+    "parse_magic_cell",
+    "parse_plain_cell",
+]
 
 MAX_GPUS_PER_MACHINE: Final = 1024
 
@@ -34,7 +42,9 @@ PYTHON_CELL_MAGICS: Final = frozenset(
     {"capture", "debug", "memit", "prun", "pyinstrument", "scalene", "snakeviz", "time", "timeit", "wandb"}
 )
 
-_PRAGMA_LINE: Final = re.compile(r"\s*(?P<head>#\s*(?P<keyword>\w+)\s+(?P<tool>\w+))(?P<rest>.*)", re.DOTALL)
+_PRAGMA_LINE: Final = re.compile(
+    r"\s*(?P<head>#\s*(?P<keyword>\w+)(?P<colon>\s*:)?\s+(?P<tool>\w+))(?P<rest>.*)", re.DOTALL
+)
 _PLACE_LINE: Final = re.compile(r"\s*#(?P<gap>\s*)!\s*(?P<place>\S*)(?P<rest>.*)", re.DOTALL)
 _PLACE: Final = re.compile(r"(?P<pool>[A-Za-z][A-Za-z0-9_-]*)\.(?P<size>[0-9]{1,9})")
 #: A word that is no place, and can hardly be anything else: ``g2.x``, ``g2.8.``, ``g2``, ``g2:8``.
@@ -44,6 +54,8 @@ _PROGRAM: Final = re.compile(r"/.*|(?:python|pip|pypy|perl|ruby|lua|php|node|tcl
 _CELL_MAGIC: Final = re.compile(r"\s*%%(?!\w+\?)(\S+)")
 #: A line of the head that has the cell planned, and not run.
 _PLAN: Final = re.compile(r"(\s*)(%?taas\s+plan\s*)")
+#: Lines that mean the kernel wherever they stand alone.
+_OUR_LINE: Final = re.compile(r"\s*(#.*|(\w+\s*=\s*)?%?taas(\s.*)?|%?(re|un)?load_ext\s.*)")
 _LOAD_US: Final = re.compile(r"(\s*)(%?(?:re)?load_ext\s+taas_magic\s*)")
 #: Python as far as it is needed to tell comments from strings, IPython's lines included. A quote left open ends
 #: with its line, as in ``!echo it's``; a triple quote left open takes the rest.
@@ -218,6 +230,17 @@ def parse_magic_cell(line: str, body: str) -> ParsedCell:
     return ParsedCell(_planned(pragma, head), _arrange(lines, head))
 
 
+def parse_plain_cell(pragma: Pragma, source: str) -> ParsedCell | None:
+    """A cell without a pragma as if it had one; None where it is the kernel's by its kind.
+
+    That are cells with nothing but lines for taas or for extensions, and those with a cell magic of another language.
+    """
+    lines = source.split("\n")
+    head = _read_head(lines)
+    is_code = any(line.strip() and not _OUR_LINE.fullmatch(line) for line in lines)
+    return ParsedCell(_planned(pragma, head), _arrange(lines, head)) if is_code and not head.foreign_magic else None
+
+
 def _planned(pragma: Pragma, head: _Head) -> Pragma:
     return replace(pragma, dry_run=True) if head.wants_plan else pragma
 
@@ -299,7 +322,7 @@ def _pragma_of(head: _Head) -> Pragma | None:
 def _pragma_match(line: str) -> re.Match[str] | None:
     """A match if the line is ``#pragma taas``, or a slip of it in front of flags that are ours."""
     match = _PRAGMA_LINE.match(line)
-    if match is None or (match["keyword"] == "pragma" and match["tool"] == "taas"):
+    if match is None or (match["keyword"] == "pragma" and match["tool"] == "taas" and not match["colon"]):
         return match
     keyword, tool = match["keyword"].lower(), match["tool"].lower()
     ours = (keyword == "pragma" and (tool == "taas_magic" or _is_one_slip_from(tool, "taas"))) or (
@@ -309,10 +332,11 @@ def _pragma_match(line: str) -> re.Match[str] | None:
 
 
 def _require_spelling(span: Span, match: re.Match[str]) -> None:
-    for group, right in (("keyword", "pragma"), ("tool", "taas")):
+    for group, right in (("keyword", "pragma"), ("colon", None), ("tool", "taas")):
         if match[group] != right:
             wrong = Span(span.line_number, span.line, match.start(group), match.end(group))
-            raise error_at(wrong, f"{match[group]} is not {right}", do=f"write #pragma taas{match['rest'].rstrip()}")
+            found = f"{match[group]} is not {right}" if right else "a colon behind pragma"
+            raise error_at(wrong, found, do=f"write #pragma taas{match['rest'].rstrip()}")
 
 
 def _is_one_slip_from(word: str, target: str) -> bool:

@@ -294,7 +294,38 @@ def place_of_tensor(tensor: Any) -> int:
 def _take_tensor(obj: Any, view: View) -> Any:
     if not _is_plain_strided(obj):
         return None
-    return _layout(obj), view.note(obj.grad if obj.is_leaf else None), _take_attributes(obj, view)
+    grad = view.note(obj.grad if obj.is_leaf else None)
+    return (_layout(obj), _content_on_device(obj)), grad, _take_attributes(obj, view)
+
+
+def _content_on_device(tensor: Any) -> Any:
+    """What tells whether memory of a GPU has changed; None for other memory, which is compared, or always sent."""
+    return content_digest(tensor) if tensor.device.type == "cuda" else None
+
+
+#: How many bytes are summed up at once: what that takes besides is a few times as much.
+_DIGEST_PIECE_BYTES = 32 * 2**20
+
+
+def content_digest(tensor: Any) -> tuple[int, int]:
+    """Two sums over a tensor's bytes, plain and weighted by place, made where the tensor is.
+
+    Any change of one or two numbers changes them, and any other but for a chance of 1 in 2**64.
+    """
+    torch = sys.modules["torch"]
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(flat) // 4 * 4
+    pieces = [flat[at : min(at + _DIGEST_PIECE_BYTES, whole)] for at in range(0, whole, _DIGEST_PIECE_BYTES)]
+    numbers = [piece.view(torch.int32) for piece in pieces] + [flat[whole:]]
+    plain = weighted = at = 0
+    for piece in numbers:
+        values = piece.to(torch.int64)
+        places = torch.arange(at, at + len(values), dtype=torch.int64, device=values.device)
+        plain += int(values.sum())
+        # An odd factor: different places have different weights, modulo 2**64 too.
+        weighted += int((values * (places * 0x5851F42D4C957F2D + 1)).sum())
+        at += len(values)
+    return plain % 2**64, weighted % 2**64
 
 
 def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
@@ -302,8 +333,9 @@ def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
     changed: dict[str, Any] = {}
     if taken is None or not _is_plain_strided(obj):
         return {"tensor": obj.detach().clone(), "requires_grad": obj.requires_grad}
-    layout, grad, attributes = taken
-    if layout != _layout(obj) or obj.device.type != "cpu":
+    (layout, content), grad, attributes = taken
+    is_on_host = obj.device.type == "cpu"
+    if layout != _layout(obj) or (not is_on_host and (content is None or content != _content_on_device(obj))):
         # Other memory that the kernel has may be overwritten before this is read from it: two may have been swapped.
         is_the_kernels = obj.device.type == "cpu" and view.has_arrived(obj.data_ptr())
         changed["tensor"] = obj.detach().clone() if is_the_kernels else obj.detach()

@@ -342,13 +342,14 @@ class _File:
     pristine: mmap.mmap
     base: int
     pristine_base: int
+    size: int
 
     @classmethod
     def map(cls, fd: int) -> _File:
         size = os.fstat(fd).st_size
         private = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         pristine = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        return cls(private, pristine, address_of(private), address_of(pristine))
+        return cls(private, pristine, address_of(private), address_of(pristine), size)
 
     def close_if_unused(self) -> None:
         """Unmap it, unless somebody has a view of it."""
@@ -397,16 +398,20 @@ class IncomingBlocks:
         start = self.manifest.stream_offset
         return self.buffer[start : start + self.manifest.stream_size]
 
-    def close_if_unused(self) -> bool:
-        """Unmap the files over which nothing in this process has memory; True if that was all of them."""
+    def close_unused(self) -> None:
+        """Unmap the files over which nothing in this process has memory."""
         with contextlib.suppress(BufferError):
             self.buffer.release()
         if any(is_used(address) for address in self._bytes_objects.values()):
-            return False
+            return
         _parcels_with_bytes.pop(id(self), None)
+        self._bytes_objects.clear()
         for file in self._files:
             file.close_if_unused()
-        return all(file.private.closed for file in self._files)
+
+    def is_mapped(self, address: int) -> bool:
+        """Whether an address lies in a file that is mapped still."""
+        return any(file.base <= address < file.base + file.size and not file.private.closed for file in self._files)
 
     def extent(self, number: int) -> BlockExtent:
         """Where a block lies."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,21 +119,27 @@ class CommonMemory:
             if index in other:
                 yield number
 
-    def prune(self) -> None:
-        """Drop the blocks whose memory nothing else in this process uses."""
-        arrived = {id(block.owner): block.owner for block in self.blocks.values()}
-        unused = {
-            key for key, owner in arrived.items() if isinstance(owner, IncomingBlocks) and owner.close_if_unused()
-        }
-        for number, block in list(self.blocks.items()):
-            if id(block.owner) in unused or (block.nbytes and self._is_only_ours(block)):
-                del self.blocks[number]
-                self._places = None
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Drop blocks; what lies in them is sent as other memory is."""
+        for number in numbers:
+            self.blocks.pop(number, None)
+        self._places = None
+
+    def prune(self) -> list[int]:
+        """Drop the blocks whose memory nothing else in this process uses; returns their numbers."""
+        for owner in {id(block.owner): block.owner for block in self.blocks.values()}.values():
+            if isinstance(owner, IncomingBlocks):
+                owner.close_unused()
+        dropped = [number for number, block in self.blocks.items() if block.nbytes and self._is_only_ours(block)]
+        self.forget(dropped)
+        return dropped
 
     @staticmethod
     def _is_only_ours(block: CommonBlock) -> bool:
         """Whether nothing else refers to a block's owner; False where that cannot be told."""
         owner = block.owner
+        if isinstance(owner, IncomingBlocks):
+            return not owner.is_mapped(block.address)
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and isinstance(owner, torch.UntypedStorage):
             count = getattr(torch._C, "_storage_Use_Count", None)
@@ -160,6 +167,11 @@ class Common:
     #: The number that the first object of the next parcel gets.
     next_object: int = 0
 
+    def copy(self) -> Common:
+        """The same, to which more can be added without an effect on this one."""
+        memory = CommonMemory(dict(self.memory.blocks), self.memory.next_number)
+        return Common(dict(self.objects), memory, self.next_object)
+
     def forget(self, numbers: Iterable[int]) -> None:
         """Drop objects; wherever one of them is met again, it is sent by value."""
         for number in numbers:
@@ -171,9 +183,13 @@ class Common:
         What holds others has a lower number than they, mostly, so one pass finds both.
         """
         dropped = []
+        # One object may have several numbers.
+        others = Counter(map(id, self.objects.values()))
         for number in sorted(self.objects):
             obj = self.objects.pop(number)
-            if sys.getrefcount(obj) > _REFERENCES_OF_A_LOCAL:
+            others[id(obj)] -= 1
+            if sys.getrefcount(obj) - others[id(obj)] > _REFERENCES_OF_A_LOCAL:
+                others[id(obj)] += 1
                 self.objects[number] = obj
             else:
                 dropped.append(number)

@@ -14,6 +14,7 @@ its value takes the place of what the ranks have.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import types
 from collections.abc import Callable, Iterable
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from cloudpickle import cloudpickle as cloudpickle_internals
 
-from taas_magic.namespace.aspects import BY_NAME, Kinds
+from taas_magic.namespace import rebuild
+from taas_magic.namespace.aspects import BY_NAME, Kinds, place_of_tensor
 from taas_magic.namespace.blocks import OutgoingBlocks, address_of
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.home import Homecoming
@@ -38,7 +41,7 @@ from taas_magic.namespace.pack import (
     origins_of,
     pack_namespace,
 )
-from taas_magic.namespace.pickler import NamespacePickler, StorageEntry
+from taas_magic.namespace.pickler import NamespacePickler, StorageEntry, bounds_of_array
 from taas_magic.namespace.store import BlockStore, Segment
 from taas_magic.namespace.track import Sent, Tracker, can_be_followed, is_ddp
 
@@ -77,24 +80,32 @@ class Mirror:
         self._uses = dict(packed.uses)
         #: Objects that are gone here, for the ranks to forget.
         self._forgotten: set[int] = set()
+        #: The same for blocks.
+        self._forgotten_blocks: set[int] = set()
         self._tracker: Tracker | None = None
         self._changed_names: frozenset[str] = frozenset()
         #: Names that are sent whatever the ranks have, and whether one of them is being written.
         self._anew: frozenset[str] = frozenset()
         self._writes_anew = False
+        #: What is being written is the content of a tensor or an array.
+        self._writes_content = False
         self._updates: list[tuple[str, Any]] = []
         self._deleted: list[str] = []
+        #: First and last address, and the object, of tensors and arrays that the ranks have too; None when not known.
+        self._owners: list[tuple[int, int, Any]] | None = None
 
     # -- with a cell -----------------------------------------------------------------------------------------
 
     def sent(self, packed: PackedNamespace) -> None:
-        """Note that the ranks have been given a parcel."""
+        """Note that the ranks are given a parcel; one that they are not given has no effect."""
+        self.common = packed.common
         self._names.update(item.name for item in packed.items)
         self._uses.update(packed.uses)
         self._names.difference_update(self._deleted)
         for number, address in self._rebased(packed):
             self.common.memory.blocks[number].pristine = address
         self._forgotten.clear()
+        self._forgotten_blocks.clear()
 
     def _rebased(self, packed: PackedNamespace) -> Iterable[tuple[int, int]]:
         """What the notebook changed in memory, and where that can be read as it was sent."""
@@ -152,11 +163,11 @@ class Mirror:
 
     def note(self, forgotten: Iterable[int]) -> None:
         """Note what both sides have, when a cell is over; ``forgotten`` is what some rank has no more."""
-        self._tracker = None
+        self._tracker = self._owners = None
         self._updates, self._deleted = [], []
         self.common.forget(forgotten)
         self._forgotten.update(self.common.prune())
-        self.common.memory.prune()
+        self._forgotten_blocks.update(self.common.memory.prune())
         self._tracker = Tracker(self.common, self._main, self._ignored, names=self._names, shares_memory=False)
 
     # -- before the next ---------------------------------------------------------------------------------------
@@ -213,9 +224,28 @@ class Mirror:
         assert self._tracker is not None
         return None if self._writes_anew else self._tracker.number_of(obj)
 
+    def owner_of(self, low: int, high: int) -> tuple[Any, int] | None:
+        """The tensor or array that the ranks have too and in whose memory these addresses lie, with its start.
+
+        A new view of it becomes a view of each rank's own, wherever the memory of that is by now.
+        """
+        assert self._tracker is not None
+        if self._writes_anew or self._writes_content:
+            return None
+        if self._owners is None:
+            self._owners = sorted(self._tracker.contiguous_memory(), key=lambda entry: (entry[0], -entry[1]))
+            # What lies in another has no views that the other has not.
+            end = 0
+            self._owners = [entry for entry in self._owners if entry[1] > end and (end := max(end, entry[1]))]
+        at = bisect.bisect_right(self._owners, low, key=lambda entry: entry[0]) - 1
+        if at < 0 or high > self._owners[at][1]:
+            return None
+        return self._owners[at][2], self._owners[at][0]
+
     def begin_record(self, label: str) -> None:
         """See :class:`taas_magic.namespace.pack.Sender`."""
         self._writes_anew = label in self._anew
+        self._writes_content = label.startswith(UPDATE_RECORD) and label.endswith((" tensor", " array"))
 
     def uses_of(self, name: str) -> set[str] | None:
         """See :class:`taas_magic.namespace.pack.Sender`."""
@@ -225,7 +255,7 @@ class Mirror:
 
     def head(self) -> tuple[str, Any]:
         """See :class:`taas_magic.namespace.pack.Sender`."""
-        return SYNC_RECORD, sorted(self._forgotten)
+        return SYNC_RECORD, (sorted(self._forgotten), sorted(self._forgotten_blocks))
 
     def tail(self) -> Iterable[tuple[str, Any]]:
         """See :class:`taas_magic.namespace.pack.Sender`."""
@@ -243,6 +273,28 @@ class _UpdatePickler(NamespacePickler):
 
     def persistent_id(self, obj: Any) -> Any:
         return self.large_bytes_id(obj) if is_large(obj) else self._mirror.number_of(obj)
+
+    def _reduce_array(self, array: Any) -> Any:
+        reduced = super()._reduce_array(array)
+        if reduced is NotImplemented or not array.size:
+            return reduced
+        _, _, shape, strides, dtype, writeable = reduced[1]
+        found = self._mirror.owner_of(*bounds_of_array(array))
+        if found is None:
+            return reduced
+        where = (found[0], array.ctypes.data - found[1], shape, strides)
+        return rebuild.array_over, (*where, dtype, writeable)
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        address = place_of_tensor(tensor)
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if address else 0
+        found = self._mirror.owner_of(address, address + (last + 1) * tensor.itemsize) if address else None
+        reduced = super()._reduce_tensor(tensor)
+        if found is None or reduced is NotImplemented:
+            return reduced
+        kind, _, _, dtype, _, size, stride, requires_grad = reduced[1]
+        where = (found[0], address - found[1], size, stride)
+        return rebuild.tensor_over, (kind, *where, dtype, requires_grad), *reduced[2:]
 
 
 # -- a rank's side ---------------------------------------------------------------------------------------------------
@@ -295,9 +347,11 @@ class KeptNamespace:
                 return []
         return [number for _, number in adoption.numbers]
 
-    def take_sync(self, forgotten: list[int]) -> None:
+    def take_sync(self, forgotten: tuple[list[int], list[int]]) -> None:
         """See :class:`taas_magic.namespace.pack.Receiver`."""
-        self.common.forget(forgotten)
+        objects, blocks = forgotten
+        self.common.forget(objects)
+        self.common.memory.forget(blocks)
 
     def take_update(self, number: int, aspect: str, payload: Any) -> None:
         """See :class:`taas_magic.namespace.pack.Receiver`."""
@@ -357,10 +411,18 @@ def shape_of(main: dict[str, Any], value: Any) -> tuple[bytes, list[Any]]:
         origins = origins_of(pickler).objects
     objects = [obj for _, obj in sorted(origins.items(), key=lambda pair: pair[0])]
     kinds = Kinds()
-    objects = [obj for obj in objects if can_be_followed(obj, main, kinds) and not is_ddp(type(obj))]
-    objects = [obj for obj in objects if not isinstance(obj, StorageEntry)]
+    objects = [
+        obj for obj in objects if can_be_followed(obj, main, kinds) and not is_ddp(type(obj)) and not _is_by_name(obj)
+    ]
     names = "\n".join(f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects)
     return hashlib.blake2b(names.encode(), digest_size=16).digest(), objects
+
+
+def _is_by_name(obj: Any) -> bool:
+    """Whether an object is there for the pickle, or known by its name: how a value is pickled may differ."""
+    if isinstance(obj, (types.FunctionType, type)):
+        return cloudpickle_internals._lookup_module_and_qualname(obj) is not None
+    return isinstance(obj, StorageEntry)
 
 
 def uses_of_value(main: dict[str, Any], value: Any) -> set[str]:

@@ -36,7 +36,7 @@ from taas_magic.namespace.store import BlockStore
 #: Labels of the records that are not names of the notebook; a NUL can be in no identifier.
 STATE_RECORD = "\0state"
 SOURCES_RECORD = "\0sources"
-#: First of a parcel for ranks that have a namespace already: the numbers of objects that the kernel has no more.
+#: First of a parcel for ranks that have a namespace already: numbers of objects and blocks that the kernel has no more.
 SYNC_RECORD = "\0sync"
 UPDATE_RECORD, DELETE_RECORD = "\0update ", "\0delete "
 
@@ -244,7 +244,8 @@ class _Packing:
     def finish(self, store: BlockStore | None, progress: Callable[[int, int], None] | None) -> PackedNamespace:
         """Write the parcel."""
         origins = origins_of(self._pickler)
-        common = Common() if self.sender is None else self.sender.common
+        # A copy: whether the ranks ever get this parcel is not known yet.
+        common = Common() if self.sender is None else self.sender.common.copy()
         contents = Contents(
             self._stream.getbuffer(),
             self._records,
@@ -450,7 +451,7 @@ class Receiver(Protocol):
     common: Common
 
     def take_sync(self, sync: Any) -> None:
-        """Take the first record: the numbers of the objects that the kernel has no more."""
+        """Take the first record: the numbers of objects, and of blocks, that the kernel has no more."""
 
     def take_update(self, number: int, aspect: str, payload: Any) -> None:
         """Bring an object up to date."""

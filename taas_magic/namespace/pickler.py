@@ -165,7 +165,7 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             return _reduce_cached_property
         if kind.__module__ == "pandas.core.internals.blocks":
             return self._reduce_pandas_block
-        if issubclass(kind, io.TextIOWrapper):
+        if kind in rebuild.FILE_KINDS or issubclass(kind, io.TextIOWrapper):
             return self._reduce_file
         if issubclass(kind, types.ModuleType):
             return self._reduce_module
@@ -244,6 +244,8 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
 
     def _reduce_file(self, file: Any) -> Any:
         reduced = self._reduce_stream(file)
+        if reduced is NotImplemented and file.closed and type(file) in rebuild.FILE_KINDS:
+            return rebuild.closed_file, (type(file), getattr(file, "name", ""), getattr(file, "mode", "r"))
         if reduced is NotImplemented:
             raise Refused(f"an open file ({getattr(file, 'name', '?')!r}) belongs to the process that opened it")
         return reduced
@@ -275,13 +277,16 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
             return NotImplemented
         owner = _owner_of(array)
         low, high = _reach(array.shape, array.strides, array.itemsize)
-        start = owner.ctypes.data
+        start, nbytes = owner.ctypes.data, owner.nbytes
+        if not (owner.flags.c_contiguous or owner.flags.f_contiguous):
+            # A view of what is no array, of a buffer say: the memory that it reaches stands for its owner's.
+            reach = _reach(owner.shape, owner.strides, owner.itemsize)
+            start, nbytes = start + reach[0], reach[1] - reach[0]
         offset = array.ctypes.data - start if array.size else 0
-        is_contiguous = owner.flags.c_contiguous or owner.flags.f_contiguous
-        if not is_contiguous or not 0 <= offset + low <= owner.nbytes - high + low:
+        if not 0 <= offset + low <= nbytes - high + low:
             return NotImplemented
         writable = bool(owner.flags.writeable or owner.flags.owndata) and id(owner) not in self._copied_on_write
-        reference, shift = self._reference(start, owner.nbytes, owner, writable=writable)
+        reference, shift = self._reference(start, nbytes, owner, writable=writable)
         if reference >= 0 and not writable:
             self._blocks.blocks[reference].writable = False
         self._use(reference, offset + shift + low, offset + shift + high)
@@ -444,6 +449,12 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
     low = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride < 0)
     high = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride > 0)
     return low, high + itemsize
+
+
+def bounds_of_array(array: Any) -> tuple[int, int]:
+    """The addresses between which an array's elements lie."""
+    low, high = _reach(array.shape, array.strides, array.itemsize)
+    return array.ctypes.data + low, array.ctypes.data + high
 
 
 def _tensor_kind(tensor: Any, torch: Any) -> str | type | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import pickle
 import sys
 import types
@@ -201,6 +202,24 @@ def weak_reference(obj: Any, callback: Callable[[Any], Any] | None) -> weakref.r
     return weakref.ref(_Dead() if obj is None else obj, callback)
 
 
+#: What ``open`` returns.
+FILE_KINDS = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+
+def closed_file(kind: type, name: Any, mode: str) -> Any:
+    """A file that is closed, as the sender's was: ``with open(...) as f`` leaves one."""
+    raw = io.FileIO(os.devnull, "r+")
+    raw.name = name
+    file: Any = raw
+    if kind in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom):
+        file = kind(raw)
+    elif kind is io.TextIOWrapper:
+        file = io.TextIOWrapper(io.BufferedRandom(raw))
+        file.mode = mode
+    file.close()
+    return file
+
+
 def stream_of_sys(name: str) -> Any:
     """``sys.stdout`` or ``sys.stderr`` of the reading process."""
     return getattr(sys, name)
@@ -259,6 +278,38 @@ def tensor(  # noqa: PLR0917 - pickles call it
     result = torch.empty(0, dtype=dtype, device=storage.device)
     result.set_(storage, (offset - start) // dtype.itemsize, size, stride)
     return _dress(kind, result, requires_grad)
+
+
+def tensor_over(  # noqa: PLR0917 - pickles call it
+    kind: str | type,
+    base: Any,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: Any,
+    requires_grad: bool,
+) -> Any:
+    """A tensor over the memory of another, or of an array, ``offset`` bytes from its start."""
+    import torch
+
+    whole = torch.from_numpy(base) if not isinstance(base, torch.Tensor) else base.detach()
+    flat = whole.reshape(-1).view(torch.uint8)
+    result = torch.empty(0, dtype=dtype, device=flat.device)
+    result.set_(flat.untyped_storage(), (flat.storage_offset() + offset) // dtype.itemsize, size, stride)
+    return _dress(kind, result, requires_grad)
+
+
+def array_over(  # noqa: PLR0917 - pickles call it
+    base: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool
+) -> Any:
+    """An array over the memory of another, or of a tensor, ``offset`` bytes from its start."""
+    import numpy as np
+
+    whole = base if isinstance(base, np.ndarray) else base.detach().cpu().numpy()
+    result: Any = np.ndarray(shape, dtype, buffer=whole.reshape(-1).view(np.uint8), offset=offset, strides=strides)
+    if not writeable:
+        result.flags.writeable = False
+    return result
 
 
 def meta_tensor(

@@ -280,6 +280,20 @@ class Tracker:
                 self._rewritten.append((block.address, block.address + block.nbytes))
         self._rewritten.sort()
 
+    def contiguous_memory(self) -> Iterator[tuple[int, int, Any]]:
+        """The tensors and arrays that both sides have and that lie in one piece: addresses of start and end, object."""
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        for number, obj in self._origins.items():
+            if self.number_of(obj) != number:
+                continue
+            if numpy is not None and isinstance(obj, numpy.ndarray):
+                if obj.flags.c_contiguous and obj.nbytes and not obj.dtype.hasobject:
+                    yield obj.ctypes.data, obj.ctypes.data + obj.nbytes, obj
+            elif torch is not None and isinstance(obj, torch.Tensor):
+                address = place_of_tensor(obj)
+                if address and obj.is_contiguous():
+                    yield address, address + obj.numel() * obj.itemsize, obj
+
     def is_rewritten(self, address: int) -> bool:
         """Whether an address is in memory that has changed and is not sent as a block; after :meth:`changes`."""
         at = bisect.bisect_right(self._rewritten, (address, sys.maxsize)) - 1

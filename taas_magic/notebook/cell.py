@@ -375,7 +375,7 @@ def _notices(outcome: RunOutcome) -> list[str]:
             "call init_process_group again before the next collective"
         )
     if outcome.was_to_stay and not outcome.ended.kept_id:
-        notices.append("the ranks could not stay: some have ended, so all have, and their variables with them")
+        notices.append("the ranks could not stay: all have ended, and their own variables with them")
     for death in outcome.ended.late_deaths:
         how = f"rank {death.rank} {describe_exit(death.exit_code)} at its end, after the cell had finished"
         notices.append(f"{how}: {death.hint}" if death.hint else how)

@@ -14,10 +14,10 @@ from taas_magic.errors import PragmaError, TaasError
 from taas_magic.notebook.cell import rank_environment, run_cell
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
-from taas_magic.pragma import ParsedCell, parse_cell, parse_flags, parse_magic_cell
+from taas_magic.pragma import ParsedCell, Pragma, parse_cell, parse_flags, parse_magic_cell, parse_plain_cell
 
-#: The cell magic that a cell with a pragma becomes; not for users, whose magic is ``%%taas``.
-_PRAGMA_MAGIC = "taas_pragma_cell"
+#: The cell magics that a cell becomes that has a pragma, or that has none; not for users, whose magic is ``%%taas``.
+_PRAGMA_MAGIC, _PLAIN_MAGIC = "taas_pragma_cell", "taas_plain_cell"
 
 
 class Extension:
@@ -27,6 +27,8 @@ class Extension:
         self.shell = shell
         self.session = Session()
         self._is_transforming = True
+        #: What plain cells are run with, on ranks; None where they are the kernel's.
+        self._auto: Pragma | None = None
         #: What the runner was last told to preload.
         self._preloaded: tuple[list[str], dict[str, str]] | None = None
         self._replaced_magics: dict[tuple[str, str], Any] = {}
@@ -39,6 +41,7 @@ class Extension:
             ("line", "taas", line),
             ("cell", "taas", cell),
             ("cell", _PRAGMA_MAGIC, self.run_pragma_cell),
+            ("cell", _PLAIN_MAGIC, self.run_plain_cell),
         ):
             table = self.shell.magics_manager.magics[kind]
             self._replaced_magics[kind, name] = table.get(name)
@@ -73,7 +76,11 @@ class Extension:
         if not self._is_transforming:
             return lines
         source = "".join(lines)
-        return [_call_of_our_magic(source)] if _has_pragma(source) else lines
+        if _has_pragma(source):
+            return [_call_of(_PRAGMA_MAGIC, source)]
+        if self._auto is not None and parse_plain_cell(self._auto, source) is not None:
+            return [_call_of(_PLAIN_MAGIC, source)]
+        return lines
 
     def run_pragma_cell(self, line: str, cell: str) -> None:
         """Run a cell whose head is a pragma."""
@@ -81,6 +88,26 @@ class Extension:
             parsed = parse_cell(cell)
             if parsed is not None:
                 self._run(parsed)
+
+    def run_plain_cell(self, line: str, cell: str) -> None:
+        """Run a cell without a pragma on ranks, as ``%taas auto`` has it."""
+        with self.errors_without_frames():
+            parsed = None if self._auto is None else parse_plain_cell(self._auto, cell)
+            if parsed is not None:
+                self._run(parsed)
+
+    def run_plain_cells_with(self, flags: str | None) -> None:
+        """Have plain cells run on ranks from here on, or, for None, in the kernel.
+
+        Raises:
+            PragmaError: if the flags are wrong.
+        """
+        self._auto = None if flags is None else parse_flags(flags)
+
+    @property
+    def plain_cells(self) -> Pragma | None:
+        """What plain cells are run with; None where they are the kernel's."""
+        return self._auto
 
     def run_magic_cell(self, line: str, cell: str) -> None:
         """Run the body of ``%%taas``."""
@@ -195,7 +222,7 @@ class _RestOfCell:
         if self._has_run:
             return self._failed
         self._has_run = True
-        code = compile(_call_of_our_magic(self._source), "<taas>", "exec")
+        code = compile(_call_of(_PRAGMA_MAGIC, self._source), "<taas>", "exec")
         self._failed = await self._run_code(code, result, async_=False)
         return self._failed
 
@@ -208,8 +235,8 @@ def _has_pragma(source: str) -> bool:
         return True
 
 
-def _call_of_our_magic(source: str) -> str:
-    return f"get_ipython().run_cell_magic({_PRAGMA_MAGIC!r}, '', {source!r})\n"
+def _call_of(magic: str, source: str) -> str:
+    return f"get_ipython().run_cell_magic({magic!r}, '', {source!r})\n"
 
 
 _extensions: dict[int, Extension] = {}

@@ -21,6 +21,7 @@ _HELP = """\
 %taas plan                   at the head of a pragma cell: run nothing, list what would travel
 %taas pull NAME [--rank RANKS]     the value that ranks that were kept have under a name; a list with `--rank all`
 %taas push NAME [NAME ...]   give the notebook's values to all ranks that were kept, in place of theirs
+%taas auto FLAGS             run plain cells on ranks from here on, with these flags; `%taas auto off` ends that
 %taas release                end the ranks that were kept
 %taas restart                end the runner and start a new one
 %taas help                   this text
@@ -49,6 +50,7 @@ def _command(extension: Extension, line: str) -> Any:
         "status": _status,
         "logs": _logs,
         "plan": _plan,
+        "auto": lambda _, __: _auto(extension, line),
         "pull": _pull,
         "push": _push,
         "release": _release,
@@ -84,6 +86,8 @@ def _status(extension: Extension, arguments: list[str]) -> None:
         print(f"run {status.run_id}: {format_seconds(status.seconds)}")
         for rank, (phase, pid) in enumerate(status.ranks):
             print(f"  rank {rank}: {phase}, pid {pid}")
+    if extension.plain_cells is not None:
+        print(f"plain cells run on {plural(extension.plain_cells.gpus, 'rank')}, until `%taas auto off`")
     kept = extension.session.kept
     if status.kept_pids and kept is not None:
         ranks = plural(len(status.kept_pids), "rank")
@@ -133,6 +137,18 @@ def _push(extension: Extension, arguments: list[str]) -> None:
     if not arguments or not all(word.isidentifier() for word in arguments):
         raise PragmaError.of(f"%taas push {' '.join(arguments)}", expected="%taas push NAME [NAME ...]")
     extension.push(arguments)
+
+
+def _auto(extension: Extension, line: str) -> None:
+    flags = line.strip().removeprefix("auto").strip()
+    if flags == "off":
+        extension.run_plain_cells_with(None)
+        print("plain cells run in the kernel")
+        return
+    extension.run_plain_cells_with(flags)
+    pragma = extension.plain_cells
+    assert pragma is not None
+    print(f"plain cells run on {plural(pragma.gpus, 'rank')} from here on; `%taas auto off` ends that")
 
 
 def _release(extension: Extension, arguments: list[str]) -> None:

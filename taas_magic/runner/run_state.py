@@ -139,6 +139,7 @@ class RunState:
     #: When kept ranks were told that the cell is over everywhere.
     _rest_since: float | None = None
     _has_missed_rest: bool = False
+    _is_out_of_step: bool = False
     _has_stayed: bool = False
     #: The highest level of stopping that each rank has been sent.
     _sent: dict[int, int] = field(default_factory=dict)
@@ -183,7 +184,10 @@ class RunState:
 
     def rank_failed(self, report: FailureReport, left_out: list[LeftOut], now: float) -> list[Instruction]:
         """A rank's cell ended with an exception, or could not begin."""
+        had_begun = self.phases[report.rank] is RankPhase.RUNNING
         if self._move(report.rank, RankEvent.RAISED):
+            # How much it has of what it was sent is not known, so nobody could say what to send it next.
+            self._is_out_of_step = self._is_out_of_step or not had_begun
             self._note_done(report.rank, left_out, now)
             self.failures[report.rank] = report
             self._stop(StopCause.FAILURE, now)
@@ -302,7 +306,8 @@ class RunState:
 
     @property
     def _may_stay(self) -> bool:
-        has_lost_some = self._agent_has_gone or self._has_missed_rest or bool(self._ranks_in(RankPhase.EXITED))
+        has_lost_some = self._agent_has_gone or bool(self._ranks_in(RankPhase.EXITED))
+        has_lost_some = has_lost_some or self._has_missed_rest or self._is_out_of_step
         # Whoever was sent more than an interrupt may still heed it.
         return self.keep and not has_lost_some and max(self._sent.values(), default=0) < 2
 

@@ -101,6 +101,26 @@ def test_what_the_notebook_changes_reaches_them(notebook: Notebook) -> None:
     assert kept(notebook, check, "--rank-results").ok().result == "[(False, 0.25, True, [1]), (False, 0.25, True, [1])]"
 
 
+def test_plain_cells_run_on_them_where_that_is_asked_for(notebook: Notebook) -> None:
+    assert "on 2 ranks from here on" in notebook.run("%taas auto --gpus 2 --show all").ok().stdout
+    try:
+        cell = notebook.run("# a comment\nmine += 1\nprint('rank has', mine)\nboom = 1").ok()
+        assert "rank has 1" in cell.stdout
+        assert "[rank 1] rank has 11" in cell.stdout
+        failed = notebook.run("a = 1\nraise LookupError('line two')")
+        assert "----> 2 raise LookupError('line two')" in failed.traceback_text
+        assert value(notebook, "values = %taas pull mine --rank all\nvalues") == "[1, 11]", (
+            "lines of taas are the kernel's"
+        )
+        assert "shell" in notebook.run("%%bash\necho shell").ok().stdout
+        assert "until `%taas auto off`" in notebook.run("%taas").ok().stdout
+        assert "--gpu is not a flag" in notebook.run("%taas auto --gpu 2").error_value
+    finally:
+        notebook.run("%taas auto off").ok()
+    assert value(notebook, "mine") == "1"
+    assert kept(notebook, "mine", "--rank-results").ok().result == "[1, 11]"
+
+
 def test_training_goes_on_from_cell_to_cell(notebook: Notebook) -> None:
     kept(
         notebook,
@@ -236,7 +256,7 @@ def test_they_end_with_runner_and_kernel(tmp_path: Path, private_temp: Path) -> 
 # ---- what is sent again
 
 
-def test_an_unchanged_gigabyte_is_sent_once(kernel: Notebook) -> None:
+def test_what_is_unchanged_is_sent_once(kernel: Notebook) -> None:
     kernel.run("big = torch.ones(2**26)").ok()
     first = kernel.run("#pragma taas --gpus 1 --dry-run\nbig.sum()").ok().stdout
     assert "256.0 MiB, of which 256.0 MiB are new" in first

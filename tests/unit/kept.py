@@ -67,6 +67,12 @@ class KeptNotebook:
             self.forgotten.update(json.loads(rank.recv(_MAX_MESSAGE_BYTES)))
         self._mirror.note(self.forgotten)
 
+    def plan(self, source: str) -> PackedNamespace:
+        """Pack what a cell needs, and do not send it."""
+        packed = self._pack(source, (), frozenset())
+        packed.parcel.close()
+        return packed
+
     def _pack(self, source: str, with_names: tuple[str, ...], anew: frozenset[str]) -> PackedNamespace:
         names = names_of_cell(source, TransformerManager().transform_cell)
         selection = Selection((*names.needed, *with_names, *anew), names.maybe, anew)

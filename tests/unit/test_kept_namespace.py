@@ -159,6 +159,43 @@ def test_memory_that_was_sent_is_given_back(notebook: KeptNotebook) -> None:
     assert notebook["count"] <= 4
 
 
+def test_what_the_notebook_forgot_is_sent_again_as_a_value(notebook: KeptNotebook) -> None:
+    notebook.cell(
+        """
+import numpy as np, torch
+model = torch.nn.Linear(300, 300); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+array = np.arange(10_000.0); views = [array[5:], array[::2]]
+"""
+    )
+    notebook.run("del model, optimizer, array, views[0]; kept_view = views[0]")
+    notebook.cell("assert 'model' not in globals() and len(views) == 1; views[0][0] = -1")
+    assert notebook["kept_view"][0] == -1
+    notebook.run("del views, kept_view")
+    notebook.cell("fresh = np.ones(5)")
+    notebook.cell("fresh += 1; again = fresh[1:]")
+    assert notebook["again"].tolist() == [2.0] * 4
+    notebook.run("fresh += 1")
+    assert notebook["again"].tolist() == [3.0] * 4
+
+
+def test_what_only_the_ranks_still_have_comes_home_anew(notebook: KeptNotebook) -> None:
+    notebook.run("import torch; weight = torch.ones(50_000); holder = {'weight': weight}")
+    notebook.cell("secret = weakly = None; import gc\nclass Box: pass\nBox.inner = [holder, weight]")
+    notebook.run("del Box, holder, weight")
+    notebook.cell("Box2 = type('Box2', (), {}); later = torch.zeros(3)")
+    notebook.cell("later += 1")
+    assert notebook["later"].tolist() == [1, 1, 1]
+
+
+def test_planning_has_no_effect(notebook: KeptNotebook) -> None:
+    notebook.cell("settings = {'rate': 1}")
+    notebook.run("settings['rate'] = 2; extra = [1]")
+    for _ in range(3):
+        notebook.plan("settings, extra")
+    notebook.cell("assert settings['rate'] == 2 and extra == [1]; settings['rate'] = 3; extra.append(2)")
+    assert (notebook["settings"], notebook["extra"]) == ({"rate": 3}, [1, 2])
+
+
 def test_a_cell_that_fails_leaves_what_it_had_done(notebook: KeptNotebook) -> None:
     notebook.cell("done = [1]")
     notebook.cell("done.append(2); 1 / 0", fails=True)

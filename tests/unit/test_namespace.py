@@ -56,6 +56,20 @@ STORIES = [
         """,
     ),
     Story(
+        "files that are closed",
+        "import os, pathlib, tempfile; path = os.path.join(tempfile.gettempdir(), 'closed.txt')",
+        """
+        with open(path, "w") as text: text.write("written")
+        with open(path, "rb") as raw: length = len(raw.read())
+        with open(path, "ab", buffering=0) as unbuffered: pass
+        """,
+        """
+        files = text, raw, unbuffered
+        assert all(file.closed and file.name == path for file in files) and length == 7 and text.mode == "w"
+        pathlib.Path(path).unlink(missing_ok=True)
+        """,
+    ),
+    Story(
         "names that meet in one object still meet",
         "a = [1]; b = a; holder = {'inner': a}; alias = holder['inner']",
         "b.append(2); c = holder['inner']; holder['outer'] = c",

@@ -279,3 +279,77 @@ def test_no_warning_about_the_order_of_step_and_schedule(notebook: Notebook) -> 
     assert trip.problems == []
     assert notebook["notes"] == []
     notebook.run("optimizer.step(); scheduler.step()")  # warnings are errors here
+
+
+def test_a_digest_of_memory_sees_any_change() -> None:
+    """It is for memory of a GPU; the sums are the same on any device."""
+    import torch
+
+    from taas_magic.namespace.aspects import content_digest
+
+    tensors = [
+        torch.randn(1000, 37, dtype=torch.bfloat16),
+        torch.randn(2**16 + 3),
+        torch.arange(7, dtype=torch.uint8),
+        torch.randn(40, 50)[:, ::2],
+        torch.tensor(2.5),
+        torch.zeros(0),
+        torch.randn(10 * 2**20),
+    ]
+    for tensor in tensors:
+        before = content_digest(tensor)
+        assert content_digest(tensor.clone()) == before
+        for index in (0, tensor.numel() // 2, tensor.numel() - 1) if tensor.numel() else ():
+            changed = tensor.clone()
+            changed.view(-1)[index] = 77
+            assert content_digest(changed) != before
+    swapped = tensors[1].clone()
+    swapped[[3, 9]] = swapped[[9, 3]]
+    assert content_digest(swapped) != content_digest(tensors[1])
+
+
+def test_a_compiled_module_comes_home_trained(notebook: Notebook) -> None:
+    notebook.run(
+        """
+import torch
+plain = torch.nn.Linear(3, 1)
+compiled = torch.compile(plain, backend="eager")
+before = plain.weight.detach().clone()
+"""
+    )
+    notebook.cell(
+        """
+optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+loss = compiled(torch.ones(2, 3)).pow(2).sum(); loss.backward(); optimizer.step()
+"""
+    )
+    assert notebook["compiled"]._orig_mod is notebook["plain"]
+    assert not (notebook["plain"].weight == notebook["before"]).all()
+    assert notebook["optimizer"].param_groups[0]["params"][0] is notebook["plain"].weight
+    notebook.run("again = compiled(torch.ones(1, 3))")
+
+
+def test_arrow_tables_are_mapped(notebook: Notebook) -> None:
+    pytest.importorskip("pyarrow")
+    notebook.run("import numpy as np, pyarrow; table = pyarrow.table({'a': np.arange(10**6)})")
+    trip = notebook.cell(
+        """
+address = table["a"].chunk(0).buffers()[1].address
+lines = [line.split() for line in open("/proc/self/maps")]
+spans = [(*(int(end, 16) for end in words[0].split("-")), " ".join(words)) for words in lines]
+where = next(text for low, high, text in spans if low <= address < high)
+total = sum(table["a"].to_pylist()[:10])
+"""
+    )
+    assert "taas-parcel" in notebook["where"]
+    assert notebook["total"] == 45
+    assert trip.home_bytes < 100_000
+
+
+def test_views_that_came_home_are_one_memory_in_the_next_cell_too(notebook: Notebook) -> None:
+    notebook.cell("import numpy as np; array = np.arange(10.0); part, back = array[::2], array[::-3]")
+    notebook.cell("part[0] = -1; back[0] = -9; seen = array[0], array[9]")
+    assert notebook["seen"] == (-1, -9)
+    assert notebook["array"].tolist() == [-1, 1, 2, 3, 4, 5, 6, 7, 8, -9]
+    notebook.run("array[2] = 50")
+    assert notebook["part"][1] == 50

@@ -23,6 +23,7 @@ from taas_magic.pragma import (
     parse_cell,
     parse_flags,
     parse_magic_cell,
+    parse_plain_cell,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "pragma.md"
@@ -271,6 +272,9 @@ def test_code_of_a_magic_cell(line: str, body: str, code: str) -> None:
         ("#pragma taas_magic --gpus 8", 1, "taas_magic", "write #pragma taas"),
         ("#Pragma TAAS --gpus 8", 1, "Pragma", "write #pragma taas"),
         ("#pragam taas --gpus 8", 1, "pragam", "write #pragma taas"),
+        ("#pragma: taas --gpus 8", 1, ":", "write #pragma taas --gpus 8"),
+        ("#pragma taas --gpus 2 --rank 2", 1, "2", "correct the value of --rank"),
+        ("#pragma taas --gpus 2 --keep=yes", 1, "yes", "write --keep alone"),
         ("x = 1\n#pragma taas --gpus 8", 2, "#pragma taas --gpus 8", "above line 1"),
         ("\n#pragma taas --gpus 8\nf(\n    # pragma taas\n)", 4, "# pragma taas", "above line 3"),
         ("x = '''\n'''\n#!g2.8", 3, "#!g2.8", "above line 1"),
@@ -541,3 +545,47 @@ def test_round_trip(pragma: Pragma, data: st.DataObject) -> None:
     assert parsed(source) == ParsedCell(pragma, source)
     place = "" if pragma.pool is None else f"{pragma.pool}.{pragma.gpus_per_machine} "
     assert parse_flags(place + " ".join(f"{name} {value}" for name, value in given_flags)) == pragma
+
+
+# --- a plan, and cells without a pragma ---
+
+
+@pytest.mark.parametrize("source", ["%taas plan\n#pragma taas --gpus 2\nx", "#!g2.2\n  taas plan  \n\nx"])
+def test_a_line_in_the_head_asks_for_a_plan(source: str) -> None:
+    parsed = parse_cell(source)
+    assert parsed is not None
+    assert parsed.pragma.dry_run
+    lines, before = parsed.code.split("\n"), source.split("\n")
+    assert len(lines) == len(before)
+    assert all(line.lstrip().startswith("#") or not line.strip() or line == "x" for line in lines)
+
+
+PLAIN = parse_flags("--gpus 2")
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 1", "# comment\nx", "%taas logs\nx = 1", "%%time\nx", "taasks = 2", "%time x", "!ls", "a = %taas_x"]
+)
+def test_a_plain_cell_is_run_like_one_with_a_pragma(source: str) -> None:
+    parsed = parse_plain_cell(PLAIN, source)
+    assert parsed is not None
+    assert parsed.pragma == PLAIN
+    assert parsed.code == source
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "\n\n",
+        "# only words",
+        "%taas",
+        "%taas auto off",
+        "taas release",
+        "a = %taas pull x\n%taas",
+        "%load_ext x",
+        "%%bash\nls",
+    ],
+)
+def test_a_cell_that_is_the_kernels_by_its_kind_stays_there(source: str) -> None:
+    assert parse_plain_cell(PLAIN, source) is None
