@@ -270,6 +270,10 @@ class Ready(Message, frozen=True):
     seconds: float
 
 
+class ImportsDone(Message, frozen=True):
+    """Answers :class:`Preload`, once what it names is imported, or cannot be, or was before."""
+
+
 class RunStarted(Message, frozen=True):
     """All ranks run the cell's own code."""
 
@@ -407,6 +411,7 @@ ToKernel = (
     Welcome
     | Denied
     | Ready
+    | ImportsDone
     | RunStarted
     | Notice
     | Output

@@ -20,7 +20,7 @@ import taas_magic
 from taas_magic.errors import RunnerLostError, VersionMismatchError
 from taas_magic.namespace.process_state import scrubbed
 from taas_magic.versions import own_versions
-from taas_magic.wire import Denied, Hello, KeptEnded, Message, Ready, Shutdown, ToKernel, Welcome
+from taas_magic.wire import Denied, Hello, ImportsDone, KeptEnded, Message, Ready, Shutdown, ToKernel, Welcome
 
 _HANDSHAKE_S = 30.0
 _SHUTDOWN_S = 5.0
@@ -44,6 +44,8 @@ class RunnerProcess:
         self._decoder: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
         self._log: IO[bytes] = (self.directory / "runner.log").open("wb")
         self.ready: Ready | None = None
+        #: Modules that the runner was asked to have imported, and has not answered for.
+        self.pending_imports: list[str] = []
         #: Why kept ranks have ended, by their id.
         self.kept_ended: dict[str, str] = {}
         #: CUDA_VISIBLE_DEVICES as the zygote counts its GPUs by.
@@ -135,6 +137,8 @@ class RunnerProcess:
             message = self._decoder.decode(data)
             if isinstance(message, Ready):
                 self.ready = message
+            elif isinstance(message, ImportsDone):
+                self.pending_imports = []
             elif isinstance(message, KeptEnded):
                 self.kept_ended[message.kept_id] = message.reason
             elif isinstance(message, Welcome):

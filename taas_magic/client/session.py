@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ from taas_magic.wire import (
 
 _WARM_UP_S = 300.0
 _ANSWER_S = 10.0
+#: Ranks can import for themselves; they are not kept waiting for longer.
+_IMPORTS_S = 60.0
 _SAY_SOMETHING_AFTER_S = 0.7
 
 
@@ -132,8 +134,26 @@ class Session:
         try:
             self._runner.greet()
             self._runner.send(Preload(modules, environment))
+            self._runner.pending_imports = modules
         finally:
             self._lock.release()
+
+    def await_imports(self, packages: Collection[str], runner: RunnerProcess, view: View) -> None:
+        """Wait while the runner imports one of these packages: each rank would have to do it again by itself."""
+        with self._alone("run a cell"):
+            for _ in runner.receive(0):
+                pass
+            started = time.monotonic()
+            has_said = False
+            while time.monotonic() < started + _IMPORTS_S:
+                awaited = {name.partition(".")[0] for name in runner.pending_imports}.intersection(packages)
+                if not awaited:
+                    return
+                if time.monotonic() > started + _SAY_SOMETHING_AFTER_S and not has_said:
+                    has_said = True
+                    view.notice(f"importing {', '.join(sorted(awaited))} once, for all ranks ...")
+                for _ in runner.receive(0.05):
+                    pass
 
     def close(self) -> None:
         """End the runner and everything it started."""

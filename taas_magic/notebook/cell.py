@@ -29,6 +29,7 @@ from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.names import CellNames, names_of_cell
 from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
+from taas_magic.notebook.imports import packages_of
 from taas_magic.notebook.plan import describe_plan
 from taas_magic.notebook.view import NotebookView
 from taas_magic.pragma import ParsedCell, Pragma
@@ -117,7 +118,10 @@ def run_cell(
         for notice in _first_notices(place, pragma, settings, kept):
             view.notice(notice)
         _remember_source(shell, transform(parsed.code))
-        if kept is not None:
+        if kept is None:
+            values = [shell.user_ns.get(item.name) for item in packed.items]
+            session.await_imports(packages_of(values, transform(parsed.code)), runner, view)
+        else:
             kept.mirror.sent(packed)
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:

@@ -25,6 +25,11 @@ class Preloading:
         self._wanted = order
 
     @property
+    def is_settled(self) -> bool:
+        """Whether what is wanted is there, or will not come."""
+        return self._wanted is None and (self._current is None or self._current.is_ready)
+
+    @property
     def fileno(self) -> int | None:
         """What to poll for :meth:`hear`."""
         return None if self._current is None else self._current.channel.fileno()

@@ -34,6 +34,7 @@ from taas_magic.wire import (
     PROTOCOL_VERSION,
     Denied,
     Hello,
+    ImportsDone,
     KeptEnded,
     LogPiece,
     Message,
@@ -85,6 +86,8 @@ class Server:
         self._kept: KeptRanks | None = None
         self._leaving: list[KeptRanks] = []
         self._logs: OrderedDict[str, tuple[OutputLog, int]] = OrderedDict()
+        #: A wish for imports has not been answered yet.
+        self._owes_imports = False
         self._stop = False
         self._kernel_has_ended = False
 
@@ -133,6 +136,9 @@ class Server:
         has_ranks = self._run is not None or self._kept is not None
         if self._ready is not None and not has_ranks and not self._stop:
             self._preloading.advance(is_idle=not self._ending)
+            if self._owes_imports and self._preloading.is_settled:
+                self._owes_imports = False
+                self._send(ImportsDone())
             self._standby.advance(self._preloading.ready)
 
     def _look_after_kept(self) -> None:
@@ -223,6 +229,7 @@ class Server:
                 self._kept.release("they were released")
         elif isinstance(message, Preload):
             self._preloading.want(message)
+            self._owes_imports = True
         elif isinstance(message, Shutdown):
             self._stop = True
         else:

@@ -57,7 +57,9 @@ def after_here_and_there(
         return written_down([notebook[name] for name in NAMES]), written_down(notebook["copied"])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(graph=graphs, story=rounds)
 def test_notebook_and_ranks_agree_after_any_changes(
     ranks: KeptRanks, graph: dict[str, Any], story: list[tuple[str, list[Any]]]

@@ -103,3 +103,18 @@ def test_a_module_that_makes_forking_unsafe_is_left_out(preloading: Preloading, 
     preloading.advance(is_idle=True)
     assert zygote.orders == [["pandas", "threads"], ["pandas"]]
     assert preloading.refused == {"threads": "it starts a thread"}
+
+
+def test_it_is_known_when_all_that_was_wanted_is_there(preloading: Preloading, zygote: Zygote) -> None:
+    assert preloading.is_settled
+    want(preloading, "pandas")
+    assert not preloading.is_settled
+    finish(preloading, zygote, "pandas", "numpy")
+    assert preloading.is_settled
+    want(preloading, "numpy")
+    assert preloading.is_settled
+    want(preloading, "scipy")
+    assert not preloading.is_settled
+    zygote.channels[-1].close()
+    preloading.hear()
+    assert preloading.is_settled, "it will not come"
