@@ -463,11 +463,23 @@ class PreloadRefused(Message, frozen=True):
     reason: str
 
 
+class GuardedProject(msgspec.Struct, frozen=True):
+    """A project that ranks other than 0 are not to write in, and what they need to write all the same."""
+
+    project: str
+    writable: list[str]
+    environment: dict[str, str]
+    #: Where the directories of runs are made.
+    run_dirs: str
+
+
 class PrepareRun(Message, frozen=True):
     """Runner to run zygote: fork the agent, and by it the ranks, which then wait for :class:`Begin`."""
 
     num_ranks: int
     max_restarts: int = 0
+    #: Of the run that is expected; another may come.
+    guarded: GuardedProject | None = None
 
 
 class RunBegins(Message, frozen=True):

@@ -22,10 +22,10 @@ from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import KeptNamespace
 from taas_magic.namespace.pack import load_namespace, pack_value
 from taas_magic.namespace.track import Tracker
-from taas_magic.rank import comms, landlock, meeting, output, rehearse, shell
+from taas_magic.rank import comms, landlock, meeting, output, rehearse, rulesets, shell
 from taas_magic.rank.control import Control, Homebringer
 from taas_magic.rank.failure import Explain, missing_name_hint, report_failure
-from taas_magic.rank.writes import WriteGuard, default_writable
+from taas_magic.rank.writes import WriteGuard, writable_for_all
 from taas_magic.wire import (
     CellFailed,
     CellFinished,
@@ -160,22 +160,16 @@ class _Rank:
         """Take the right to write in the project while this process has one thread: Landlock works by thread."""
         if self._spawn.rank == 0 or self._task.writes == "all":
             return
-        project, writable = Path(self._task.project), self._writable()
+        project, run_dirs = Path(self._task.project), Path(self._task.run_dir).parent
+        writable = writable_for_all(os.environ, self._task.writable, run_dirs)
         is_enforced = landlock.abi_version() > 0
         if is_enforced:
-            ruleset_fd = landlock.build_ruleset(project, writable)
+            ruleset_fd = rulesets.ruleset_for(project, writable)
             landlock.restrict(ruleset_fd)
             os.close(ruleset_fd)
         self._guard = WriteGuard(writable=writable)
         self._guard.install(self._spawn.rank, project, enforced=is_enforced)
         self._lasting_explanations.append(self._guard.explain)
-
-    def _writable(self) -> list[Path]:
-        """What every rank may write, wherever the project is."""
-        home = Path(os.environ.get("HOME") or Path.home())
-        run_dir = self._task.run_dir
-        environment = {**os.environ, "TMPDIR": run_dir}
-        return [*default_writable(environment, home), *map(Path, self._task.writable), Path(run_dir)]
 
     def _prepare_torch(self) -> None:
         import torch

@@ -13,16 +13,18 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import setproctitle
 
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.rank import landlock, processes
-from taas_magic.rank.writes import degraded_notice
+from taas_magic.rank import landlock, processes, rulesets
+from taas_magic.rank.writes import degraded_notice, writable_for_all
 from taas_magic.wire import (
     AgentExited,
     EndRun,
     FromAgent,
+    GuardedProject,
     Message,
     PrepareRun,
     RankDescriptors,
@@ -49,6 +51,13 @@ def serve(control: socket.socket) -> None:
         processes.kill_descendants()
         with contextlib.suppress(ChannelClosedError):
             zygote.runner.send(RunOver())
+
+
+def _prepare_ruleset(guarded: GuardedProject) -> None:
+    writable = writable_for_all(guarded.environment, guarded.writable, Path(guarded.run_dirs))
+    # Whatever is wrong with it, a rank that needs it will say.
+    with contextlib.suppress(OSError):
+        rulesets.prepare(Path(guarded.project), writable)
 
 
 @dataclass
@@ -83,6 +92,8 @@ class _RunZygote:
         if isinstance(message, RankDescriptors):
             self.descriptors[message.rank] = descriptors
         elif isinstance(message, PrepareRun):
+            if message.guarded is not None and landlock.abi_version() > 0:
+                _prepare_ruleset(message.guarded)
             self._fork_agent(message)
         elif isinstance(message, RunBegins):
             setproctitle.setproctitle(f"taas: run {message.run_id}")

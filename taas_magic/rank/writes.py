@@ -65,6 +65,18 @@ def default_writable(environ: Mapping[str, str], home: Path) -> list[Path]:
     return list(dict.fromkeys(path for path in candidates if path.exists()))
 
 
+def writable_for_all(environ: Mapping[str, str], more: Sequence[str], run_dirs: Path) -> list[Path]:
+    """What every rank may write, wherever the project is.
+
+    Args:
+        environ: The environment that ranks will have.
+        more: What the settings name.
+        run_dirs: Where the directories of runs are made, and the ranks' own temporary ones in them.
+    """
+    home = Path(environ.get("HOME") or Path.home())
+    return [*default_writable({**environ, "TMPDIR": str(run_dirs)}, home), *map(Path, more), run_dirs]
+
+
 def _cache_directory(environ: Mapping[str, str], home: Path) -> Path:
     configured = Path(environ.get("XDG_CACHE_HOME", ""))
     return configured if configured.is_absolute() else home / ".cache"  # the XDG specification ignores relative ones

@@ -32,7 +32,9 @@ from taas_magic.runner.zygote_link import ZygoteLink
 from taas_magic.versions import mismatch, own_versions
 from taas_magic.wire import (
     PROTOCOL_VERSION,
+    CellTask,
     Denied,
+    GuardedProject,
     Hello,
     ImportsDone,
     KeptEnded,
@@ -312,12 +314,17 @@ class Server:
         preloaded = self._preloading.fit_for(task.environment)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, run_directory, ignore_errors=True)
-            link, pids = self._standby.take(task.num_ranks, preloaded)
+            link, pids = self._standby.take(task.num_ranks, preloaded, self._guarded_by(task))
             undo.callback(link.close)
             link.begin(task, parcel_fds)
             run = Run(submit, link, run_directory, self._send, pids=pids)
             undo.pop_all()
         return run
+
+    def _guarded_by(self, task: CellTask) -> GuardedProject | None:
+        if task.writes == "all" or task.num_ranks == 1:
+            return None
+        return GuardedProject(task.project, task.writable, task.environment, str(self._directory))
 
     def _keep(self, run: Run) -> None:
         self._logs[run.id] = (run.log, run.num_ranks)

@@ -10,7 +10,7 @@ import msgspec
 
 from taas_magic.channel import ChannelClosedError
 from taas_magic.runner.zygote_link import PreloadedZygote, RunLink, ZygoteLink
-from taas_magic.wire import EndRun, RankForked
+from taas_magic.wire import EndRun, GuardedProject, RankForked
 
 
 class Standby:
@@ -23,6 +23,8 @@ class Standby:
         self._pids: dict[int, int] = {}
         #: How many ranks the next run is expected to have; 0 before the first.
         self._expected_ranks = 0
+        #: The project of the last run.
+        self._guarded: GuardedProject | None = None
 
     @property
     def fileno(self) -> int | None:
@@ -42,20 +44,22 @@ class Standby:
         except (ChannelClosedError, msgspec.MsgspecError):
             self.discard()
 
-    def take(self, num_ranks: int, source: PreloadedZygote | None) -> tuple[RunLink, dict[int, int]]:
+    def take(
+        self, num_ranks: int, source: PreloadedZygote | None, guarded: GuardedProject | None
+    ) -> tuple[RunLink, dict[int, int]]:
         """Processes for a run: those that wait, if they fit, else new ones; with the pids that are known.
 
         Raises:
             OSError: if new ones cannot be had.
         """
-        self._expected_ranks = num_ranks
+        self._expected_ranks, self._guarded = num_ranks, guarded
         self.hear()
         link, pids = self._link, self._pids
         if link is not None and len(link.ranks) == num_ranks and self._source is source:
             self._link, self._pids = None, {}
             return link, pids
         self.discard()
-        return self._zygote.prepare_run(num_ranks, source), {}
+        return self._zygote.prepare_run(num_ranks, source, guarded), {}
 
     def advance(self, source: PreloadedZygote | None) -> None:
         """Called while nothing runs: have processes wait that are forked from ``source``."""
@@ -63,7 +67,8 @@ class Standby:
             self.discard()
         if self._link is None and self._expected_ranks:
             try:
-                self._link, self._source = self._zygote.prepare_run(self._expected_ranks, source), source
+                self._link = self._zygote.prepare_run(self._expected_ranks, source, self._guarded)
+                self._source = source
             except OSError:
                 # It was only to save time. The run that comes will say what is lacking.
                 self._expected_ranks = 0

@@ -16,6 +16,7 @@ from taas_magic.wire import (
     FromRank,
     FromRunZygote,
     FromZygote,
+    GuardedProject,
     Message,
     PrepareRun,
     RankDescriptors,
@@ -69,7 +70,9 @@ class ZygoteLink:
             self.process.kill()
             self.process.wait()
 
-    def prepare_run(self, num_ranks: int, preloaded: PreloadedZygote | None = None) -> RunLink:
+    def prepare_run(
+        self, num_ranks: int, preloaded: PreloadedZygote | None = None, guarded: GuardedProject | None = None
+    ) -> RunLink:
         """Fork a run zygote, and by it an agent and ranks that wait for their task.
 
         Raises:
@@ -83,7 +86,7 @@ class ZygoteLink:
         try:
             for rank in range(num_ranks):
                 run.ranks.append(_connect_rank(run.channel, rank))
-            run.channel.send(PrepareRun(num_ranks))
+            run.channel.send(PrepareRun(num_ranks, guarded=guarded))
         except OSError:
             run.close()
             raise

@@ -75,7 +75,9 @@ int(mine.sum())
 def test_what_did_not_change_is_not_sent_again(notebook: Notebook) -> None:
     notebook.run("data, model = torch.rand(2**23), torch.nn.Linear(1024, 1024)").ok()
     assert new_bytes(notebook, "data, model") > 35
-    ranks(notebook, "data.sum()").ok()
+    # To know that, it had to be packed; so it is there for the run that follows.
+    assert new_bytes(notebook, "data, model") < 1
+    notebook.run("model.weight.data += 1").ok()
     assert 3.9 < new_bytes(notebook, "data, model") < 4.5, "only the model is new"
     ranks(notebook, "with torch.no_grad():\n    model.weight += data[0]").ok()
     assert new_bytes(notebook, "data, model") < 1, "what came home need not be sent back"
@@ -96,4 +98,4 @@ def test_the_budget_is_a_setting(tmp_path: Path, private_temp: Path) -> None:
     with warm_notebook(tmp_path) as notebook:
         notebook.run("import torch; data = torch.rand(2**20)").ok()
         ranks(notebook, "data.sum()").ok()
-        assert new_bytes(notebook, "data") > 4
+        assert new_bytes(notebook, "data") > 3.9
