@@ -74,6 +74,9 @@ class Manifest(msgspec.Struct, frozen=True):
     first_block: int = 0
 
 
+_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
 @dataclass(slots=True)
 class OutgoingBlock:
     """One owner's memory while a parcel is being packed.
@@ -390,7 +393,7 @@ class IncomingBlocks:
         if magic != _MAGIC:
             raise ValueError(f"not a parcel: it starts with {magic!r}, expected {_MAGIC!r}")
         manifest_bytes = self.buffer[manifest_offset : manifest_offset + manifest_size]
-        self.manifest = msgspec.msgpack.decode(manifest_bytes, type=Manifest)
+        self.manifest = _manifest_decoder.decode(manifest_bytes)
 
     @property
     def stream(self) -> memoryview:

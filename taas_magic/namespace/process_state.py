@@ -78,7 +78,7 @@ def apply(state: ProcessState) -> None:
     warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
     _apply_logging(state)
     _apply_torch(state.torch_settings)
-    if state.numpy_print_options is not None:
+    if state.numpy_print_options is not None and state.numpy_print_options != _numpy_print_options():
         import numpy as np
 
         np.set_printoptions(**state.numpy_print_options)

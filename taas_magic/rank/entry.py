@@ -20,7 +20,7 @@ import setproctitle
 import taas._place
 from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import KeptNamespace
-from taas_magic.namespace.pack import load_namespace, pack_value
+from taas_magic.namespace.pack import Selection, load_namespace, pack_namespace, pack_value
 from taas_magic.namespace.track import Tracker
 from taas_magic.rank import comms, landlock, meeting, output, rehearse, rulesets, shell
 from taas_magic.rank.control import Control, Homebringer
@@ -56,9 +56,29 @@ def run_rank(spawn: Spawn, stdout_fd: int, stderr_fd: int, control_socket: socke
     if not control.has_message():
         # Time to spare: the pages that every cell writes are copied from the zygote's now, not when the cell is there.
         shell.RankShell.instance().run_empty_cell()
+        _load_nothing()
     task, parcel_fds = control.await_task()
     succeeded = _Rank(spawn, control).serve(task, parcel_fds)
     _end(0 if succeeded else 1)
+
+
+def prepare() -> None:
+    """Do in the zygote what every rank would do: make what :func:`_load_nothing` loads."""
+    state = process_state.capture(dict(os.environ))
+    _nothing.append(pack_namespace({}, Selection(()), process_state=state).parcel.fd)
+    _load_nothing()
+
+
+def _load_nothing() -> None:
+    """Load a namespace without names, for what loading one touches."""
+    main: dict[str, Any] = {}
+    received = load_namespace(_nothing, main, before_names=process_state.apply)
+    Tracker(received.common, main)
+    process_state.set_environment(dict(os.environ))
+
+
+#: The parcel of a namespace without names.
+_nothing: list[int] = []
 
 
 class _Rank:

@@ -56,13 +56,19 @@ def default_writable(environ: Mapping[str, str], home: Path) -> list[Path]:
     """
     cache = _cache_directory(environ, home)
     triton = home / ".triton"
-    for directory in (cache, triton) if importlib.util.find_spec("triton") else (cache,):
+    for directory in (cache, triton) if _has_triton() else (cache,):
         with contextlib.suppress(OSError):  # a home that cannot be written has no caches to keep
             directory.mkdir(parents=True, exist_ok=True)
     moved = (Path(environ[name]).expanduser() for name in _CACHE_VARIABLES if environ.get(name))
     temporary = (Path(environ.get("TMPDIR") or "/tmp"), Path("/dev/shm"))  # noqa: S108  nothing is made there
     candidates = (cache, *moved, *(home / name for name in _HOME_STATE), *temporary)
     return list(dict.fromkeys(path for path in candidates if path.exists()))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Looked up once, in the zygote."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def writable_for_all(environ: Mapping[str, str], more: Sequence[str], run_dirs: Path) -> list[Path]:

@@ -77,6 +77,7 @@ def _import_what_ranks_use() -> None:
     from taas_magic.rank.shell import prepare_shell
 
     prepare_shell()
+    entry.prepare()
     for messages in (ToRunZygote, FromAgent, ToAgent, ToRank):
         decoder_of(messages)
     # What imports registered for the end of this process is not for the ranks to run, eight times; but they have
