@@ -118,10 +118,10 @@ def run_cell(
         for notice in _first_notices(place, pragma, settings, kept):
             view.notice(notice)
         _remember_source(shell, transform(parsed.code))
-        if kept is None:
+        if kept is None and runner.pending_imports:
             values = [shell.user_ns.get(item.name) for item in packed.items]
             session.await_imports(packages_of(values, transform(parsed.code)), runner, view)
-        else:
+        if kept is not None:
             kept.mirror.sent(packed)
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
