@@ -119,8 +119,14 @@ class Homecoming:
             if progress is not None:
                 progress(done_bytes, total_bytes)
             done_bytes += nbytes
+            if number not in packed.common.memory.blocks:
+                # Nothing here lies in that memory any more.
+                continue
             copy_memory(packed.common.memory.blocks[number].view, self._incoming.view(home_number))
         for number, aspect, payload in self._updates:
+            if number not in packed.common.objects:
+                problems.append("a change of an object that not all ranks have")
+                continue
             origin = packed.common.objects[number]
             try:
                 BY_NAME[aspect].apply(origin, payload)

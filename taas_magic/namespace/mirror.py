@@ -165,7 +165,9 @@ class Mirror:
         """Note what both sides have, when a cell is over; ``forgotten`` is what some rank has no more."""
         self._tracker = self._owners = None
         self._updates, self._deleted = [], []
-        self.common.forget(forgotten)
+        # The other ranks may still have them.
+        self._forgotten.update(forgotten)
+        self.common.forget(self._forgotten)
         self._forgotten.update(self.common.prune())
         self._forgotten_blocks.update(self.common.memory.prune())
         self._tracker = Tracker(self.common, self._main, self._ignored, names=self._names, shares_memory=False)
@@ -189,6 +191,7 @@ class Mirror:
         """
         tracker = self._tracker
         assert tracker is not None
+        self._owners = None
         self._updates, self._deleted, changed = [], [], []
         for label, payload in tracker.changes([]):
             kind, _, rest = label.partition(" ")

@@ -161,10 +161,11 @@ def pack_namespace(
             if overlapping and not regions:
                 regions = overlapping
                 continue
-            if first or not packing.late_names:
+            names = packing.names_to_load_first() if packing.late_names and not first else {}
+            if not names:
                 return packing.finish(store, progress)
             # Loading a record may call methods (__setstate__, __hash__), and those of some use names that came later.
-            first = packing.names_to_load_first()
+            first = names
 
 
 @dataclass

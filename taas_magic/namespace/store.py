@@ -20,6 +20,8 @@ from taas_magic.namespace.bulk import differing
 MIN_BLOCK_BYTES = 4096
 #: A parcel refers to at most as many segments: their descriptors travel in one message.
 MAX_SEGMENTS = 12
+#: More are not kept, however small: each takes two descriptors.
+_MAX_KEPT = 64
 _SAMPLES, _SAMPLE_BYTES = 8, 64
 _MAX_TRIES = 2
 
@@ -131,11 +133,12 @@ class BlockStore:
         An address of 0 is memory that is not here; its bytes are found by how they look.
         """
         segment = Segment(fd, size_bytes)
+        large = [block for block in blocks if block[2] >= MIN_BLOCK_BYTES]
+        if not large:
+            return segment
         self._segments.append(segment)
         self.note_use([segment])
-        for address, offset, nbytes in blocks:
-            if nbytes < MIN_BLOCK_BYTES:
-                continue
+        for address, offset, nbytes in large:
             region = Region(segment, offset, nbytes)
             if address:
                 before = self._by_place.get((address, nbytes))
@@ -164,7 +167,7 @@ class BlockStore:
         """Drop segments, least recently used first, until no more than this is kept."""
         dropped: set[int] = set()
         self._segments.sort(key=lambda segment: segment.used_at)
-        while self._segments and self.size_bytes > size_bytes:
+        while self._segments and (self.size_bytes > size_bytes or len(self._segments) > _MAX_KEPT):
             dropped.add(id(self._segments.pop(0)))
         if dropped:
             self._by_place = {

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -31,6 +31,9 @@ class KeptRanks:
     last: Run
     ended: str = ""
     is_gone: bool = False
+    #: The kernel asked for their end, and waits until what they had is free.
+    is_asked_for: bool = False
+    _exited: set[int] = field(default_factory=set)
     _since: float = 0.0
     _ending_since: float | None = None
 
@@ -77,13 +80,20 @@ class KeptRanks:
         try:
             for message, _ in self.last.link.channel.receive_available():
                 if isinstance(message, RankExited):
-                    self._lose(f"rank {message.rank} {_how(message.exit_code)} between two cells")
-                elif isinstance(message, AgentExited):
+                    self._note_exit(message)
+                elif isinstance(message, AgentExited) and self._ending_since is None:
                     self._lose("their agent ended")
                 elif isinstance(message, RunOver):
                     self._finish()
         except (ChannelClosedError, msgspec.MsgspecError):
             self._finish()
+
+    def _note_exit(self, message: RankExited) -> None:
+        self._exited.add(message.rank)
+        if self._ending_since is None:
+            self._lose(f"rank {message.rank} {_how(message.exit_code)} between two cells")
+        elif len(self._exited) == self.last.num_ranks:
+            self.last.link.send(EndRun())
 
     def _lose(self, reason: str) -> None:
         """One of them has ended: the others are of no use without it."""

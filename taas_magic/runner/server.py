@@ -147,11 +147,14 @@ class Server:
         if self._kept is not None:
             self._kept.tick()
             if self._kept.ended:
-                self._send(KeptEnded(self._kept.id, self._kept.ended))
+                if not self._kept.is_asked_for:
+                    self._send(KeptEnded(self._kept.id, self._kept.ended))
                 self._leaving.append(self._kept)
                 self._kept = None
         for kept in self._leaving:
             kept.tick()
+            if kept.is_gone and kept.is_asked_for:
+                self._send(KeptEnded(kept.id, kept.ended))
         self._leaving = [kept for kept in self._leaving if not kept.is_gone]
 
     def _sources(self) -> list[Source]:
@@ -228,6 +231,7 @@ class Server:
             self._send(self._status())
         elif isinstance(message, ReleaseKept):
             if self._kept is not None and self._kept.id == message.kept_id:
+                self._kept.is_asked_for = True
                 self._kept.release("they were released")
         elif isinstance(message, Preload):
             self._preloading.want(message)
