@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_S = 0.02
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class Notebook:
 
     def log_tail(self, num_characters: int = 300) -> str:
         """The end of what was printed."""
-        return self._log.read_text(errors="replace")[-num_characters:].replace("\n", " ")
+        text = _COLOURS.sub("", self._log.read_text(errors="replace"))
+        return text[-num_characters:].replace("\n", " ")
 
     def close(self) -> None:
         """End the notebook's own process; what it has started becomes this process's to end."""
