@@ -446,6 +446,21 @@ class IncomingBlocks:
         return self._files[extent.segment].pristine_base + extent.file_offset
 
 
+def reach_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """The bytes (low, high) that an array reaches, relative to its first element; strides in units of ``itemsize``."""
+    if 0 in shape:
+        return 0, 0
+    low = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride < 0)
+    high = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride > 0)
+    return low, high + itemsize
+
+
+def bounds_of_array(array: Any) -> tuple[int, int]:
+    """The addresses between which an array's elements lie."""
+    low, high = reach_of(array.shape, array.strides, array.itemsize)
+    return array.ctypes.data + low, array.ctypes.data + high
+
+
 def address_of(buffer: Any) -> int:
     """Where a contiguous buffer lies; 0 for an empty one. ctypes by itself refuses to point at what is read-only."""
     view = _PyBuffer()

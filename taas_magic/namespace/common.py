@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, Parcel, view_of_memory
+from taas_magic.namespace.blocks import IncomingBlocks, OutgoingBlock, Parcel, bounds_of_array, view_of_memory
 from taas_magic.namespace.bulk import differing
 
 
@@ -43,9 +43,42 @@ class CommonBlock:
     is_shared: bool = True
 
     @property
+    def is_there(self) -> bool:
+        """Whether the memory is where it was: its owner may have been given other memory, of another size."""
+        return _has_memory(self.owner, self.address, self.address + self.nbytes)
+
+    @property
     def view(self) -> memoryview:
         """Its bytes here."""
         return view_of_memory(self.address, self.nbytes, self.owner)
+
+
+def _has_memory(owner: Any, low: int, high: int) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if isinstance(owner, list):
+        # One block for the memory of several: each of them must have its part.
+        return all(_has_memory(each, *_span_of(each, low, high)) for each in owner)
+    if torch is not None and isinstance(owner, torch.UntypedStorage):
+        start = owner.data_ptr()
+        return bool(start <= low and high <= start + owner.nbytes())
+    if numpy is not None and isinstance(owner, numpy.ndarray):
+        start, end = bounds_of_array(owner)
+        return start <= low and high <= end
+    # Mapped files, and what cannot be resized while there is a view of it.
+    return True
+
+
+def _span_of(owner: Any, low: int, high: int) -> tuple[int, int]:
+    """The part of a region that an owner has, at least its first byte where it is there at all."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(owner, torch.UntypedStorage):
+        start, end = owner.data_ptr(), owner.data_ptr() + owner.nbytes()
+    elif numpy is not None and isinstance(owner, numpy.ndarray):
+        start, end = bounds_of_array(owner)
+    else:
+        return low, low
+    is_inside = low <= start < end <= high
+    return (start, end) if is_inside else (low, high)
 
 
 @dataclass
@@ -113,11 +146,22 @@ class CommonMemory:
 
     def changed(self) -> Iterator[int]:
         """Yield the numbers of the writable blocks whose bytes are not those that both sides had last."""
-        known = [(n, block) for n, block in self.blocks.items() if block.nbytes and block.writable and block.pristine]
+        known = [
+            (number, block)
+            for number, block in self.blocks.items()
+            if block.nbytes and block.writable and block.pristine and block.is_there
+        ]
         other = differing([(block.address, block.pristine, block.nbytes) for _, block in known])
         for index, (number, _) in enumerate(known):
             if index in other:
                 yield number
+
+    def stop_sharing(self, numbers: Iterable[int]) -> None:
+        """Note that the other side has these blocks no more. Objects over them may be known there all the same."""
+        for number in numbers:
+            if number in self.blocks:
+                self.blocks[number].is_shared = False
+        self._places = None
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Drop blocks; what lies in them is sent as other memory is."""
@@ -130,7 +174,11 @@ class CommonMemory:
         for owner in {id(block.owner): block.owner for block in self.blocks.values()}.values():
             if isinstance(owner, IncomingBlocks):
                 owner.close_unused()
-        dropped = [number for number, block in self.blocks.items() if block.nbytes and self._is_only_ours(block)]
+        dropped = [
+            number
+            for number, block in self.blocks.items()
+            if block.nbytes and (self._is_only_ours(block) or not block.is_there)
+        ]
         self.forget(dropped)
         return dropped
 
@@ -154,7 +202,9 @@ class CommonMemory:
 
     def _is_changed(self, number: int) -> bool:
         block = self.blocks[number]
-        return bool(block.pristine) and bool(differing([(block.address, block.pristine, block.nbytes)]))
+        if not block.pristine:
+            return False
+        return not block.is_there or bool(differing([(block.address, block.pristine, block.nbytes)]))
 
 
 @dataclass

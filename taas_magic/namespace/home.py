@@ -119,10 +119,11 @@ class Homecoming:
             if progress is not None:
                 progress(done_bytes, total_bytes)
             done_bytes += nbytes
-            if number not in packed.common.memory.blocks:
+            block = packed.common.memory.blocks.get(number)
+            if block is None or not block.is_there:
                 # Nothing here lies in that memory any more.
                 continue
-            copy_memory(packed.common.memory.blocks[number].view, self._incoming.view(home_number))
+            copy_memory(block.view, self._incoming.view(home_number))
         for number, aspect, payload in self._updates:
             if number not in packed.common.objects:
                 problems.append("a change of an object that not all ranks have")

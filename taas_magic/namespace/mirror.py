@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import sys
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from cloudpickle import cloudpickle as cloudpickle_internals
 
+from taas_magic.errors import CannotTravelError
 from taas_magic.namespace import rebuild
 from taas_magic.namespace.aspects import BY_NAME, Kinds, place_of_tensor
-from taas_magic.namespace.blocks import OutgoingBlocks, address_of
+from taas_magic.namespace.blocks import OutgoingBlocks, address_of, bounds_of_array
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.home import Homecoming
 from taas_magic.namespace.large_bytes import is_large
@@ -41,9 +43,9 @@ from taas_magic.namespace.pack import (
     origins_of,
     pack_namespace,
 )
-from taas_magic.namespace.pickler import NamespacePickler, StorageEntry, bounds_of_array
+from taas_magic.namespace.pickler import NamespacePickler, StorageEntry
 from taas_magic.namespace.store import BlockStore, Segment
-from taas_magic.namespace.track import Sent, Tracker, can_be_followed, is_ddp
+from taas_magic.namespace.track import NotHome, Sent, Tracker, can_be_followed, is_ddp
 
 
 class Adoption(msgspec.Struct, frozen=True):
@@ -78,6 +80,8 @@ class Mirror:
         self._ignored = frozenset(ignored)
         self._names = {item.name for item in packed.items}
         self._uses = dict(packed.uses)
+        #: Names that functions use which came with changes of objects: under no name that could be told.
+        self._used_in_updates: set[str] = set()
         #: Objects that are gone here, for the ranks to forget.
         self._forgotten: set[int] = set()
         #: The same for blocks.
@@ -89,8 +93,12 @@ class Mirror:
         self._writes_anew = False
         #: What is being written is the content of a tensor or an array.
         self._writes_content = False
-        self._updates: list[tuple[str, Any]] = []
+        #: Payloads of updates by label.
+        self._updates: dict[str, Any] = {}
         self._deleted: list[str] = []
+        self._withdrawn: list[str] = []
+        #: (expression, reason) of what the notebook changed and could not send last.
+        self.unsent: list[tuple[str, str]] = []
         #: First and last address, and the object, of tensors and arrays that the ranks have too; None when not known.
         self._owners: list[tuple[int, int, Any]] | None = None
 
@@ -101,7 +109,10 @@ class Mirror:
         self.common = packed.common
         self._names.update(item.name for item in packed.items)
         self._uses.update(packed.uses)
-        self._names.difference_update(self._deleted)
+        for label, names in packed.uses.items():
+            if label.startswith(UPDATE_RECORD):
+                self._used_in_updates |= names
+        self._names.difference_update(self._deleted, self._withdrawn)
         for number, address in self._rebased(packed):
             self.common.memory.blocks[number].pristine = address
         self._forgotten.clear()
@@ -164,7 +175,7 @@ class Mirror:
     def note(self, forgotten: Iterable[int]) -> None:
         """Note what both sides have, when a cell is over; ``forgotten`` is what some rank has no more."""
         self._tracker = self._owners = None
-        self._updates, self._deleted = [], []
+        self._updates, self._deleted, self._withdrawn = {}, [], []
         # The other ranks may still have them.
         self._forgotten.update(forgotten)
         self.common.forget(self._forgotten)
@@ -192,17 +203,19 @@ class Mirror:
         tracker = self._tracker
         assert tracker is not None
         self._owners = None
-        self._updates, self._deleted, changed = [], [], []
-        for label, payload in tracker.changes([]):
+        self._updates, self._deleted, changed = {}, [], []
+        unseen: list[NotHome] = []
+        for label, payload in tracker.changes(unseen):
             kind, _, rest = label.partition(" ")
             if kind == "update":
-                self._updates.append((UPDATE_RECORD + rest, payload))
+                self._updates[UPDATE_RECORD + rest] = payload
             elif kind == "bind":
                 changed.append(rest)
             else:
                 self._deleted.append(rest)
+        self.unsent = [(item.path, item.reason) for item in unseen]
         self._changed_names, self._anew = frozenset(changed), selection.anew
-        maybe = tuple(dict.fromkeys((*selection.maybe, *changed)))
+        maybe = tuple(dict.fromkeys((*selection.maybe, *changed, *sorted(self._used_in_updates))))
         return pack_namespace(
             self._main,
             Selection(selection.needed, maybe, selection.anew),
@@ -260,11 +273,26 @@ class Mirror:
         """See :class:`taas_magic.namespace.pack.Sender`."""
         return SYNC_RECORD, (sorted(self._forgotten), sorted(self._forgotten_blocks))
 
-    def tail(self) -> Iterable[tuple[str, Any]]:
+    def tail(self, left_out: Container[str]) -> Iterable[tuple[str, Any]]:
         """See :class:`taas_magic.namespace.pack.Sender`."""
-        yield from self._updates
-        for name in self._deleted:
+        yield from self._updates.items()
+        # What the notebook has under a name now and cannot send: the ranks must not go on with what it had before.
+        self._withdrawn = [name for name in sorted(self._changed_names) if name in left_out]
+        for name in (*self._deleted, *self._withdrawn):
             yield f"{DELETE_RECORD}{name}", None
+
+    def refusal(self, label: str, error: BaseException) -> CannotTravelError:
+        """See :class:`taas_magic.namespace.pack.Sender`."""
+        assert self._tracker is not None
+        record = f"update {label.removeprefix(UPDATE_RECORD)}"
+        _, lost = self._tracker.without_failing_parts(record, self._updates[label], error)
+        what = ", ".join(f"`{item.path}` ({item.reason})" for item in lost)
+        # Sent without that, it would come home without that.
+        return CannotTravelError.of(
+            f"the notebook has changed what the kept ranks have, and cannot send {what}",
+            expected="values that can be pickled; nothing was started",
+            do="take it out of there again, or end the ranks with `%taas release`",
+        )
 
 
 class _UpdatePickler(NamespacePickler):
@@ -316,9 +344,12 @@ class KeptNamespace:
     common: Common
     main: dict[str, Any]
     pending: Sent | None = None
+    #: What of the latest parcel could not be applied.
+    problems: list[str] = field(default_factory=list)
 
     def load(self, fds: list[int], before_names: Callable[[Any], None]) -> ReceivedNamespace:
         """Bring it up to date with a parcel from :meth:`Mirror.pack`."""
+        self.problems = []
         return load_namespace(fds, self.main, before_names=before_names, receiver=self)
 
     def settle(self, adoptions: bytes, *, home_taken: bool) -> list[int]:
@@ -354,13 +385,17 @@ class KeptNamespace:
         """See :class:`taas_magic.namespace.pack.Receiver`."""
         objects, blocks = forgotten
         self.common.forget(objects)
-        self.common.memory.forget(blocks)
+        self.common.memory.stop_sharing(blocks)
 
     def take_update(self, number: int, aspect: str, payload: Any) -> None:
         """See :class:`taas_magic.namespace.pack.Receiver`."""
         obj = self.common.objects.get(number, _MISSING)
-        if obj is not _MISSING:
+        if obj is _MISSING:
+            return
+        try:
             BY_NAME[aspect].apply(obj, payload)
+        except Exception as error:  # noqa: BLE001 - the user's classes may raise anything
+            self.problems.append(f"a {type(obj).__name__} that the notebook changed stays as it is here: {error}")
 
 
 _MISSING = object()
@@ -417,8 +452,22 @@ def shape_of(main: dict[str, Any], value: Any) -> tuple[bytes, list[Any]]:
     objects = [
         obj for obj in objects if can_be_followed(obj, main, kinds) and not is_ddp(type(obj)) and not _is_by_name(obj)
     ]
-    names = "\n".join(f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects)
+    names = "\n".join(f"{type(obj).__module__}.{type(obj).__qualname__} {_form_of(obj)}" for obj in objects)
     return hashlib.blake2b(names.encode(), digest_size=16).digest(), objects
+
+
+def _form_of(obj: Any) -> str:
+    """What else than its type must agree for two processes to have the same object each for itself."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        is_plain = obj.layout is torch.strided and not obj.is_nested and not torch.nn.parameter.is_lazy(obj)
+        return f"{obj.dtype} {tuple(obj.shape)} {obj.stride()}" if is_plain else str(obj.dtype)
+    if numpy is not None and isinstance(obj, numpy.ndarray):
+        return f"{obj.dtype} {obj.shape} {obj.strides}"
+    if isinstance(obj, dict):
+        # Of the keys those that have a text which is the same everywhere.
+        return repr([key if isinstance(key, (str, int)) else type(key).__name__ for key in obj])
+    return ""
 
 
 def _is_by_name(obj: Any) -> bool:

@@ -14,7 +14,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -101,8 +101,11 @@ class Sender(Protocol):
     def head(self) -> tuple[str, Any]:
         """The record that comes first."""
 
-    def tail(self) -> Iterable[tuple[str, Any]]:
-        """The records behind those of the names."""
+    def tail(self, left_out: Container[str]) -> Iterable[tuple[str, Any]]:
+        """The records behind those of the names; ``left_out`` are names that cannot be sent."""
+
+    def refusal(self, label: str, error: BaseException) -> CannotTravelError:
+        """What to tell of such a record that cannot be sent."""
 
 
 class _RecordError(Exception):
@@ -111,6 +114,14 @@ class _RecordError(Exception):
     def __init__(self, name: str, why: str, error: BaseException) -> None:
         super().__init__(name)
         self.name, self.why, self.error = name, why, error
+
+
+class _TailError(Exception):
+    """A record behind those of the names could not be pickled."""
+
+    def __init__(self, label: str, error: BaseException) -> None:
+        super().__init__(label)
+        self.label, self.error = label, error
 
 
 def pack_namespace(
@@ -152,6 +163,9 @@ def pack_namespace(
             except HasLargeBytesError:
                 has_large_bytes = True
                 continue
+            except _TailError as failure:
+                assert sender is not None
+                raise sender.refusal(failure.label, failure.error) from failure.error
             except _RecordError as failure:
                 if failure.name in packing.needed_names:
                     raise _cannot_travel(main, failure) from failure.error
@@ -216,8 +230,14 @@ class _Packing:
         self._enqueue(self.selection.maybe, "the cell")
         self._write_queue(is_needed=False)
         if self.sender is not None:
-            for label, payload in self.sender.tail():
-                self._record(label, payload)
+            for label, payload in self.sender.tail(self.left_out):
+                self._why = "what the notebook changed"
+                try:
+                    self._record(label, payload)
+                except Exception as error:
+                    raise _TailError(label, error) from error
+            # Functions in what was changed use names, too.
+            self._write_queue(is_needed=False)
         self._record(SOURCES_RECORD, self._sources)
 
     def _write_queue(self, *, is_needed: bool) -> None:

@@ -28,7 +28,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_internals
 
 from taas_magic.namespace import large_bytes, rebuild
-from taas_magic.namespace.blocks import OutgoingBlocks, address_of
+from taas_magic.namespace.blocks import OutgoingBlocks, address_of, reach_of
 
 #: Finds the block of the receiver in which memory (address, bytes) of this process lies: (number, offset from the
 #: owner's start).
@@ -276,11 +276,11 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         if array.dtype.hasobject:
             return NotImplemented
         owner = _owner_of(array)
-        low, high = _reach(array.shape, array.strides, array.itemsize)
+        low, high = reach_of(array.shape, array.strides, array.itemsize)
         start, nbytes = owner.ctypes.data, owner.nbytes
         if not (owner.flags.c_contiguous or owner.flags.f_contiguous):
             # A view of what is no array, of a buffer say: the memory that it reaches stands for its owner's.
-            reach = _reach(owner.shape, owner.strides, owner.itemsize)
+            reach = reach_of(owner.shape, owner.strides, owner.itemsize)
             start, nbytes = start + reach[0], reach[1] - reach[0]
         offset = array.ctypes.data - start if array.size else 0
         if not 0 <= offset + low <= nbytes - high + low:
@@ -343,8 +343,10 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         entry = self._storage(tensor.untyped_storage())
         offset = tensor.storage_offset() * tensor.itemsize
         if tensor.numel():
+            if offset + reach_of(size, stride, 1)[1] * tensor.itemsize > tensor.untyped_storage().nbytes():
+                raise Refused("a tensor whose storage has been given up, or made smaller than it is")
             start = offset + entry.shift
-            self._use(entry.reference, start, start + _reach(size, stride, 1)[1] * tensor.itemsize)
+            self._use(entry.reference, start, start + reach_of(size, stride, 1)[1] * tensor.itemsize)
         where = (entry.reference, entry, tensor.dtype, offset + entry.shift, size, stride)
         return rebuild.tensor, (kind, *where, requires_grad), *tail
 
@@ -440,21 +442,6 @@ def _owner_of(array: Any) -> Any:
     while isinstance(array.base, numpy.ndarray):
         array = array.base
     return array
-
-
-def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """The bytes (low, high) that an array reaches, relative to its first element; strides in units of ``itemsize``."""
-    if 0 in shape:
-        return 0, 0
-    low = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride < 0)
-    high = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if stride > 0)
-    return low, high + itemsize
-
-
-def bounds_of_array(array: Any) -> tuple[int, int]:
-    """The addresses between which an array's elements lie."""
-    low, high = _reach(array.shape, array.strides, array.itemsize)
-    return array.ctypes.data + low, array.ctypes.data + high
 
 
 def _tensor_kind(tensor: Any, torch: Any) -> str | type | None:

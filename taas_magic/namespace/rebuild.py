@@ -293,10 +293,19 @@ def tensor_over(  # noqa: PLR0917 - pickles call it
     import torch
 
     whole = torch.from_numpy(base) if not isinstance(base, torch.Tensor) else base.detach()
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    _require_room(whole.is_contiguous(), whole.numel() * whole.itemsize, offset + last * dtype.itemsize)
     flat = whole.reshape(-1).view(torch.uint8)
     result = torch.empty(0, dtype=dtype, device=flat.device)
     result.set_(flat.untyped_storage(), (flat.storage_offset() + offset) // dtype.itemsize, size, stride)
     return _dress(kind, result, requires_grad)
+
+
+def _require_room(is_contiguous: bool, nbytes: int, needed_bytes: int) -> None:
+    if not is_contiguous or needed_bytes > nbytes:
+        raise ValueError(
+            "a view that the notebook made does not fit on what this rank has in place of the tensor or array by now"
+        )
 
 
 def array_over(  # noqa: PLR0917 - pickles call it
@@ -306,6 +315,7 @@ def array_over(  # noqa: PLR0917 - pickles call it
     import numpy as np
 
     whole = base if isinstance(base, np.ndarray) else base.detach().cpu().numpy()
+    _require_room(whole.flags.c_contiguous, whole.nbytes, offset)
     result: Any = np.ndarray(shape, dtype, buffer=whole.reshape(-1).view(np.uint8), offset=offset, strides=strides)
     if not writeable:
         result.flags.writeable = False

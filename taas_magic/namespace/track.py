@@ -255,7 +255,7 @@ class Tracker:
                 parcel = packing.run()
             except _RecordError as failure:
                 label = failure.label
-                records[label], lost = self._without_failing_parts(label, records[label], failure.error)
+                records[label], lost = self.without_failing_parts(label, records[label], failure.error)
                 not_home.extend(lost)
                 if records[label] is SAME:
                     skipped.add(label)
@@ -266,6 +266,8 @@ class Tracker:
         """Yield a label and a payload for all that has changed; what cannot be looked at is added to ``not_home``."""
         self._find_changed_memory()
         self._find_changed_opaque()
+        if self.locate is None:
+            self._find_reshaped_arrays()
         yield from self._records(not_home)
 
     def _find_changed_memory(self) -> None:
@@ -322,9 +324,16 @@ class Tracker:
             self._changed_states += [item for item in found if has_own_state(item.obj)]
             self._changed_opaque |= {id(item.obj) for item in found if not has_own_state(item.obj)}
 
-    def _records(self, not_home: list[NotHome]) -> Iterable[tuple[str, Any]]:  # noqa: C901 - one loop a kind of record
+    def _find_reshaped_arrays(self) -> None:
+        """Find arrays of another shape or type now: several processes have them, and not all can change theirs."""
         for item in self._followed:
             for aspect, taken in item.notes:
+                if aspect.name == "array" and taken[1:3] != (item.obj.dtype, item.obj.shape):
+                    self._changed_opaque.add(id(item.obj))
+
+    def _records(self, not_home: list[NotHome]) -> Iterable[tuple[str, Any]]:  # noqa: C901 - one loop a kind of record
+        for item in self._followed:
+            for aspect, taken in item.notes if id(item.obj) not in self._changed_opaque else ():
                 try:
                     payload = aspect.diff(item.obj, taken, self)
                 except Exception as error:  # noqa: BLE001 - the user's code may raise anything
@@ -355,7 +364,7 @@ class Tracker:
         is_followed = self._followed_names is None or name in self._followed_names
         return is_followed and name not in self._ignored and not name.startswith("__")
 
-    def _without_failing_parts(self, label: str, payload: Any, error: BaseException) -> tuple[Any, list[NotHome]]:
+    def without_failing_parts(self, label: str, payload: Any, error: BaseException) -> tuple[Any, list[NotHome]]:
         """Leave out of a record what cannot be pickled; (SAME, ...) where nothing remains."""
         kind, _, rest = label.partition(" ")
         if kind != "update":

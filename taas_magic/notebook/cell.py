@@ -123,6 +123,9 @@ def run_cell(
             session.await_imports(packages_of(values, transform(parsed.code)), runner, view)
         if kept is not None:
             kept.mirror.sent(packed)
+            if kept.mirror.unsent:
+                lines = [f"  {paths}: {reason}" for paths, reason in _by_reason(kept.mirror.unsent)]
+                view.notice("\n".join(["cannot be sent, the ranks keep what they had:", *lines]))
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
         packed.parcel.close()

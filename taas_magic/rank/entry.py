@@ -208,6 +208,8 @@ class _Rank:
     def _load(self, control: Control, parcel_fds: list[int]) -> None:
         if self._kept is not None:
             received = self._kept.load(parcel_fds, _apply_place)
+            for problem in self._kept.problems:
+                sys.stderr.write(f"taas: rank {self._spawn.rank}: {problem}\n")
         else:
             received = load_namespace(parcel_fds, self._main, before_names=process_state.apply)
             if self._task.keep:

@@ -10,6 +10,8 @@ from unit import test_namespace, test_namespace_memory
 from unit.kept import KeptNotebook, KeptRanks, warm_ranks
 from unit.test_namespace import Story
 
+from taas_magic.errors import CannotTravelError
+
 STORIES = [*test_namespace.STORIES, *test_namespace_memory.STORIES]
 
 
@@ -185,6 +187,65 @@ def test_what_only_the_ranks_still_have_comes_home_anew(notebook: KeptNotebook) 
     notebook.cell("Box2 = type('Box2', (), {}); later = torch.zeros(3)")
     notebook.cell("later += 1")
     assert notebook["later"].tolist() == [1, 1, 1]
+
+
+def test_a_change_that_cannot_be_sent_is_named_and_nothing_is_lost(notebook: KeptNotebook) -> None:
+    notebook.cell("settings = {'rate': 1}")
+    notebook.run("import os; file = open(os.devnull); settings['log'] = file; settings['rate'] = 2")
+    with pytest.raises(CannotTravelError, match=r"`settings\['log'\]` \(an open file") as caught:
+        notebook.cell("pass")
+    assert "`%taas release`" in str(caught.value)
+    notebook.run("del settings['log']; file.close(); del file")
+    notebook.cell("assert settings == {'rate': 2}")
+
+
+def test_what_cannot_be_sent_is_no_longer_there(notebook: KeptNotebook) -> None:
+    notebook.cell("x = 1")
+    notebook.run("import os; x = open(os.devnull)")
+    notebook.cell("assert 'x' not in globals(), 'what it was before is not what the notebook has'")
+    notebook.run("x.close(); x = 2")
+    notebook.cell("assert x == 2")
+
+
+def test_memory_that_is_given_another_size_is_no_trouble(notebook: KeptNotebook) -> None:
+    notebook.run("import numpy as np, torch; t = torch.ones(10**7); a = np.ones(10**6); alias = t")
+    notebook.cell("total = t.sum() + a.sum()")
+    notebook.run("t.untyped_storage().resize_(0); a.resize(10, refcheck=False); del t, alias")
+    notebook.cell("assert len(a) == 10; a += 1")
+    assert notebook["a"].tolist() == [2.0] * 10
+    notebook.cell("t = torch.zeros(4)")
+    notebook.cell("t += 1; t.untyped_storage().resize_(0); t.untyped_storage().resize_(16); t.fill_(5)")
+    notebook.cell("t.fill_(6)")
+    assert notebook["t"].tolist() == [6.0] * 4
+
+
+def test_memory_that_only_the_notebook_moved_is_still_followed_in_the_ranks(notebook: KeptNotebook) -> None:
+    notebook.run("import torch; t = torch.zeros(100_000)")
+    notebook.cell("t += 1")
+    notebook.run("t.data = t.data.clone(); t += 1")
+    notebook.cell("pass")
+    notebook.cell("t += 1")
+    assert notebook["t"][0] == 3
+    notebook.cell("t += 1")
+    assert notebook["t"][0] == 4
+
+
+def test_functions_that_the_notebook_puts_into_what_ranks_have_find_their_names(notebook: KeptNotebook) -> None:
+    notebook.run("hooks = []\nclass A: pass")
+    notebook.cell("n = len(hooks); A")
+    notebook.run("scale = 3; hooks.append(lambda x: x * scale); factor = 5; A.times = lambda self: factor")
+    notebook.cell("assert hooks[0](2) == 6 and A().times() == 5")
+    notebook.run("scale = 4; factor = 6")
+    notebook.cell("assert hooks[0](2) == 8 and A().times() == 6")
+
+
+def test_what_one_rank_dropped_is_no_object_of_all(notebook: KeptNotebook) -> None:
+    notebook.cell("import os; first = os.getpid(); data = [1, 2]; other = {}")
+    notebook.cell("is_0 = first == os.getpid() and False")
+    notebook.run("pid = first")
+    notebook.cell("if os.getpid() != pid: data = None")
+    notebook.cell("if os.getpid() == pid: data.append(5)")
+    assert notebook["data"] == [1, 2, 5]
 
 
 def test_planning_has_no_effect(notebook: KeptNotebook) -> None:
