@@ -163,6 +163,8 @@ class ActiveRun:
             idle_s=request.idle_s,
         )
         with counted_interrupts() as interrupts:
+            if request.kept_id and request.mirror is not None:
+                request.mirror.sent(request.packed)
             self._runner.send(submit)
             try:
                 while self._outcome is None:
@@ -171,6 +173,10 @@ class ActiveRun:
                     self._show(self._view.tick)
                     self._pass_on(interrupts)
                 self._show(self._view.finish)
+                if request.mirror is not None and self._outcome.ended.kept_id:
+                    self._home = Homecoming()
+                    # Here, where an interrupt is only counted: half noted, what the ranks have would not be known.
+                    request.mirror.note(self._outcome.ended.forgotten)
             except RunnerLostError as error:
                 if self._arrived is None:
                     raise

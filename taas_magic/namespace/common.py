@@ -43,6 +43,11 @@ class CommonBlock:
     is_shared: bool = True
 
     @property
+    def owners(self) -> list[Any]:
+        """All owners, of which a region has several."""
+        return self.owner if isinstance(self.owner, list) else [self.owner]
+
+    @property
     def is_there(self) -> bool:
         """Whether the memory is where it was: its owner may have been given other memory, of another size."""
         return _has_memory(self.owner, self.address, self.address + self.nbytes)
@@ -174,37 +179,40 @@ class CommonMemory:
         for owner in {id(block.owner): block.owner for block in self.blocks.values()}.values():
             if isinstance(owner, IncomingBlocks):
                 owner.close_unused()
+        # One owner may have several blocks, of several parcels.
+        counts = Counter(id(owner) for block in self.blocks.values() for owner in block.owners)
         dropped = [
             number
             for number, block in self.blocks.items()
-            if block.nbytes and (self._is_only_ours(block) or not block.is_there)
+            if block.nbytes
+            and (not block.is_there or all(_is_only_ours(block, place, counts) for place in range(len(block.owners))))
         ]
         self.forget(dropped)
         return dropped
-
-    @staticmethod
-    def _is_only_ours(block: CommonBlock) -> bool:
-        """Whether nothing else refers to a block's owner; False where that cannot be told."""
-        owner = block.owner
-        if isinstance(owner, IncomingBlocks):
-            return not owner.is_mapped(block.address)
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if torch is not None and isinstance(owner, torch.UntypedStorage):
-            count = getattr(torch._C, "_storage_Use_Count", None)
-            return count is not None and bool(count(owner._cdata) <= 1)
-        if isinstance(owner, memoryview) and isinstance(owner.obj, bytearray):
-            # Tensors refer to the view, arrays to what it is a view of.
-            is_viewed = sys.getrefcount(owner) > _REFERENCES_OF_AN_OWNER
-            return not is_viewed and sys.getrefcount(owner.obj) <= _REFERENCES_OF_WHAT_IS_VIEWED
-        if numpy is not None and isinstance(owner, numpy.ndarray):
-            return sys.getrefcount(owner) <= _REFERENCES_OF_AN_OWNER
-        return False
 
     def _is_changed(self, number: int) -> bool:
         block = self.blocks[number]
         if not block.pristine:
             return False
         return not block.is_there or bool(differing([(block.address, block.pristine, block.nbytes)]))
+
+
+def _is_only_ours(block: CommonBlock, place: int, counts: Counter[int]) -> bool:
+    """Whether nothing but blocks refers to one of a block's owners; False where that cannot be told."""
+    owner = block.owners[place]
+    if isinstance(owner, IncomingBlocks):
+        return not owner.is_mapped(block.address)
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(owner, torch.UntypedStorage):
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        return count is not None and bool(count(owner._cdata) <= 1)
+    num_others = sys.getrefcount(owner) - counts[id(owner)]
+    if isinstance(owner, memoryview) and isinstance(owner.obj, bytearray):
+        # Tensors refer to the view, arrays to what it is a view of.
+        is_viewed = num_others > _REFERENCES_OF_AN_OWNER
+        return not is_viewed and sys.getrefcount(owner.obj) <= _REFERENCES_OF_WHAT_IS_VIEWED
+    is_counted = isinstance(owner, bytes) or (numpy is not None and isinstance(owner, numpy.ndarray))
+    return is_counted and num_others <= _REFERENCES_OF_AN_OWNER
 
 
 @dataclass
@@ -227,8 +235,16 @@ class Common:
         for number in numbers:
             self.objects.pop(number, None)
 
-    def prune(self) -> list[int]:
-        """Drop the objects that nothing else in this process refers to; returns their numbers.
+    def prune(self) -> tuple[list[int], list[int]]:
+        """Drop objects and blocks that nothing else in this process uses; returns their numbers.
+
+        An array is known as an object, and as the owner of a block: that is no use of either.
+        """
+        owners = Counter(id(owner) for block in self.memory.blocks.values() for owner in block.owners)
+        return self._prune_objects(owners), self.memory.prune()
+
+    def _prune_objects(self, owners: Counter[int]) -> list[int]:
+        """Drop the objects that nothing else refers to; ``owners`` are those that blocks refer to, and how often.
 
         What holds others has a lower number than they, mostly, so one pass finds both.
         """
@@ -238,7 +254,7 @@ class Common:
         for number in sorted(self.objects):
             obj = self.objects.pop(number)
             others[id(obj)] -= 1
-            if sys.getrefcount(obj) - others[id(obj)] > _REFERENCES_OF_A_LOCAL:
+            if sys.getrefcount(obj) - others[id(obj)] - owners[id(obj)] > _REFERENCES_OF_A_LOCAL:
                 others[id(obj)] += 1
                 self.objects[number] = obj
             else:
@@ -263,10 +279,10 @@ _REFERENCES_OF_A_LOCAL = _references_of_a_local()
 
 
 def _references_of_an_owner() -> int:
-    """What ``getrefcount`` says in :meth:`CommonMemory._is_only_ours` of an owner that only its block holds."""
+    """What ``getrefcount`` says in :func:`_is_only_ours` of an owner that only its block holds, less that one."""
     block = CommonBlock(0, 0, 0, object())
-    owner = block.owner
-    return sys.getrefcount(owner)
+    owner = block.owners[0]
+    return sys.getrefcount(owner) - 1
 
 
 def _references_of_what_is_viewed() -> int:

@@ -113,8 +113,11 @@ class Mirror:
             if label.startswith(UPDATE_RECORD):
                 self._used_in_updates |= names
         self._names.difference_update(self._deleted, self._withdrawn)
+        self._superseded: set[int] = set()
         for number, address in self._rebased(packed):
             self.common.memory.blocks[number].pristine = address
+        memory = self.common.memory
+        memory.forget([number for number, block in memory.blocks.items() if id(block) in self._superseded])
         self._forgotten.clear()
         self._forgotten_blocks.clear()
 
@@ -131,6 +134,8 @@ class Mirror:
             same = latest.get((block.address, block.nbytes))
             if same is not None and same.pristine:
                 block.source = same.source
+                # It is the content of the older one, and needs no number of its own.
+                self._superseded.add(id(same))
                 yield number, same.pristine
             else:
                 block.source = bytes(block.view)
@@ -179,8 +184,9 @@ class Mirror:
         # The other ranks may still have them.
         self._forgotten.update(forgotten)
         self.common.forget(self._forgotten)
-        self._forgotten.update(self.common.prune())
-        self._forgotten_blocks.update(self.common.memory.prune())
+        objects, blocks = self.common.prune()
+        self._forgotten.update(objects)
+        self._forgotten_blocks.update(blocks)
         self._tracker = Tracker(self.common, self._main, self._ignored, names=self._names, shares_memory=False)
 
     # -- before the next ---------------------------------------------------------------------------------------
@@ -366,9 +372,7 @@ class KeptNamespace:
             for adoption in _adoptions_decoder.decode(adoptions):
                 missing += self._adopt(adoption)
         self.pending = None
-        missing += self.common.prune()
-        self.common.memory.prune()
-        return missing
+        return [*missing, *self.common.prune()[0]]
 
     def _adopt(self, adoption: Adoption) -> list[int]:
         """Number the objects under a name; returns the numbers where this rank has something else there."""

@@ -121,11 +121,9 @@ def run_cell(
         if kept is None and runner.pending_imports:
             values = [shell.user_ns.get(item.name) for item in packed.items]
             session.await_imports(packages_of(values, transform(parsed.code)), runner, view)
-        if kept is not None:
-            kept.mirror.sent(packed)
-            if kept.mirror.unsent:
-                lines = [f"  {paths}: {reason}" for paths, reason in _by_reason(kept.mirror.unsent)]
-                view.notice("\n".join(["cannot be sent, the ranks keep what they had:", *lines]))
+        if kept is not None and kept.mirror.unsent:
+            lines = [f"  {paths}: {reason}" for paths, reason in _by_reason(kept.mirror.unsent)]
+            view.notice("\n".join(["cannot be sent, the ranks keep what they had:", *lines]))
         outcome = session.run(request, shell.user_ns, view, runner)
     finally:
         packed.parcel.close()
@@ -197,7 +195,6 @@ def _keep_ranks(session: Session, outcome: RunOutcome, kept: Kept) -> None:
     if not kept.id:
         session.keep(None)
         return
-    kept.mirror.note(outcome.ended.forgotten)
     session.keep(kept)
 
 

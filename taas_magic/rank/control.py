@@ -133,6 +133,8 @@ class Control:
     def begin_cell(self) -> None:
         """Forget what was of the cell before."""
         self.home = None
+        # An answer that came when nobody asked any more.
+        self._lines = queue.SimpleQueue()
         self._interrupt_reached_python = self._interrupt_waits = False
         self.cell_is_over = False
 

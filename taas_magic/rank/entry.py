@@ -272,7 +272,9 @@ class _Rank:
     def _left_out(self) -> list[LeftOut]:
         if self._guard is None:
             return []
-        return [LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.left_out()]
+        return [
+            LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.take_left_out()
+        ]
 
 
 def _apply_place(state: process_state.ProcessState) -> None:

@@ -150,8 +150,14 @@ class WriteGuard:
             audit_writes.install(self._territory)
 
     def left_out(self) -> list[LeftOut]:
-        """What was left out up to now, in the order of first occurrence."""
+        """What was left out so far, in the order in which it first was."""
         return [LeftOut(what, path, count) for (what, path), count in Counter(self._left_out).items()]
+
+    def take_left_out(self) -> list[LeftOut]:
+        """The same, and begin anew: a kept rank is asked once a cell."""
+        found = self.left_out()
+        self._left_out.clear()
+        return found
 
     def explain(self, error: BaseException) -> str | None:
         """The note to add to an exception that ended the cell, if a refused write is behind it; else None.
