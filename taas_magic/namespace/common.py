@@ -109,7 +109,10 @@ class CommonMemory:
         for index, block in enumerate(blocks):
             start, nbytes = block.hull
             address, pristine = block.address + start, parcel.pristine_address(index)
-            self.add(base + index, CommonBlock(address, nbytes, start, block.owner, block.writable, pristine, kept))
+            self.add(
+                base + index,
+                CommonBlock(address, nbytes, start, block.owner, block.writable, pristine, kept, block.is_shared),
+            )
 
     def add_received(self, incoming: IncomingBlocks) -> None:
         """Note the blocks that have come."""

@@ -113,33 +113,33 @@ class Mirror:
             if label.startswith(UPDATE_RECORD):
                 self._used_in_updates |= names
         self._names.difference_update(self._deleted, self._withdrawn)
-        self._superseded: set[int] = set()
-        for number, address in self._rebased(packed):
-            self.common.memory.blocks[number].pristine = address
-        memory = self.common.memory
-        memory.forget([number for number, block in memory.blocks.items() if id(block) in self._superseded])
+        self.common.memory.forget(self._rebase(packed))
         self._forgotten.clear()
         self._forgotten_blocks.clear()
 
-    def _rebased(self, packed: PackedNamespace) -> Iterable[tuple[int, int]]:
-        """What the notebook changed in memory, and where that can be read as it was sent."""
+    def _rebase(self, packed: PackedNamespace) -> list[int]:
+        """Note what both sides have now in memory that the notebook changed.
+
+        Returns:
+            The numbers of the blocks by which that was sent: content of older ones, they need none of their own.
+        """
         if self._tracker is None:
-            return
+            return []
         memory = self.common.memory
         first = memory.next_number - len(packed.parcel.extents)
-        latest = {(block.address, block.nbytes): block for number, block in memory.blocks.items() if number >= first}
+        latest = {(block.address, block.nbytes): number for number, block in memory.blocks.items() if number >= first}
+        superseded = []
         for number, block in memory.blocks.items():
             if number >= first or not block.pristine or not self._tracker.is_rewritten(block.address):
                 continue
             same = latest.get((block.address, block.nbytes))
-            if same is not None and same.pristine:
-                block.source = same.source
-                # It is the content of the older one, and needs no number of its own.
-                self._superseded.add(id(same))
-                yield number, same.pristine
+            if same is not None and memory.blocks[same].pristine and not memory.blocks[same].is_shared:
+                superseded.append(same)
+                block.source, block.pristine = memory.blocks[same].source, memory.blocks[same].pristine
             else:
                 block.source = bytes(block.view)
-                yield number, address_of(block.source)
+                block.pristine = address_of(block.source)
+        return superseded
 
     def came_home(self, home: Homecoming, kept: Segment) -> bytes:
         """Note what came home and was applied.

@@ -232,10 +232,14 @@ class _Packing:
         if self.sender is not None:
             for label, payload in self.sender.tail(self.left_out):
                 self._why = "what the notebook changed"
+                num_blocks = len(self._blocks.blocks)
                 try:
                     self._record(label, payload)
                 except Exception as error:
                     raise _TailError(label, error) from error
+                if label.endswith((" tensor", " array")):
+                    for block in self._blocks.blocks[num_blocks:]:
+                        block.is_shared = False
             # Functions in what was changed use names, too.
             self._write_queue(is_needed=False)
         self._record(SOURCES_RECORD, self._sources)

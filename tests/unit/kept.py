@@ -67,6 +67,12 @@ class KeptNotebook:
             self.forgotten.update(json.loads(rank.recv(_MAX_MESSAGE_BYTES)))
         self._mirror.note(self.forgotten)
 
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the notebook has in common with the ranks."""
+        assert self._mirror is not None
+        return len(self._mirror.common.memory.blocks)
+
     def plan(self, source: str) -> PackedNamespace:
         """Pack what a cell needs, and do not send it."""
         packed = self._pack(source, (), frozenset())

@@ -143,6 +143,30 @@ assert (model.weight == pid).all() and optimizer.param_groups[0]["params"][0] is
     )
 
 
+def test_what_was_changed_and_pushed_is_followed(notebook: KeptNotebook) -> None:
+    notebook.run("import torch; t = torch.zeros(10_000)")
+    notebook.cell("t += 1")
+    notebook.run("t += 1")
+    notebook.cell("pass", anew=frozenset({"t"}))
+    notebook.cell("t += 1")
+    assert notebook["t"][0] == 3
+    notebook.run("t += 1")
+    notebook.cell("assert t[0] == 4; t += 1")
+    assert notebook["t"][0] == 5
+
+
+def test_a_change_for_each_cell_takes_no_more_each_time(notebook: KeptNotebook) -> None:
+    notebook.run("import torch; t = torch.zeros(10_000)")
+    notebook.cell("t += 1")
+    counts = []
+    for _ in range(4):
+        notebook.run("t += 1")
+        notebook.cell("t += 1")
+        counts.append(notebook.num_blocks)
+    assert counts[0] == counts[-1]
+    assert notebook["t"][0] == 9
+
+
 def test_what_is_deleted_is_freed(notebook: KeptNotebook) -> None:
     notebook.cell("import torch, weakref; big = torch.zeros(2**20); holder = [big]; gone = weakref.ref(big)")
     notebook.run("import weakref; here = weakref.ref(big)")
