@@ -209,6 +209,8 @@ class Mirror:
         tracker = self._tracker
         assert tracker is not None
         self._owners = None
+        # What has other memory here by now must come home by its content: the ranks are told before they change it.
+        self._forgotten_blocks.update(self.common.memory.prune())
         self._updates, self._deleted, changed = {}, [], []
         unseen: list[NotHome] = []
         for label, payload in tracker.changes(unseen):

@@ -254,6 +254,18 @@ def test_memory_that_only_the_notebook_moved_is_still_followed_in_the_ranks(note
     assert notebook["t"][0] == 4
 
 
+def test_memory_that_the_notebook_moved_is_followed_by_the_very_next_cell(notebook: KeptNotebook) -> None:
+    notebook.run("import numpy as np, torch; t = torch.zeros(100_000); a = np.zeros(1000)")
+    notebook.cell("t += 1; a += 1")
+    notebook.run("t.data = t.data.clone(); a.resize(100_000, refcheck=False)")
+    notebook.cell("t += 1; a += 1")
+    assert notebook["t"].tolist() == [2.0] * 100_000
+    assert (notebook["a"][0], notebook["a"][-1]) == (2.0, 1.0)
+    notebook.run("t.untyped_storage().resize_(800_000)")
+    notebook.cell("t += 1")
+    assert notebook["t"].tolist() == [3.0] * 100_000
+
+
 def test_functions_that_the_notebook_puts_into_what_ranks_have_find_their_names(notebook: KeptNotebook) -> None:
     notebook.run("hooks = []\nclass A: pass")
     notebook.cell("n = len(hooks); A")
