@@ -28,3 +28,10 @@ def format_seconds(duration_s: float) -> str:
 def plural(count: int, noun: str) -> str:
     """``plural(1, 'rank') == '1 rank'``, ``plural(2, 'rank') == '2 ranks'``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_exit(exit_code: int | None) -> str:
+    """Say how a process ended; a negative code is a signal's number, as ``subprocess.Popen.returncode`` has it."""
+    if exit_code is not None and exit_code < 0:
+        return f"was killed by signal {-exit_code}"
+    return f"exited with code {exit_code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import signal
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from taas_magic.errors import RankDiedError, RankFailedError, RunnerLostError, RunTimeoutError
-from taas_magic.units import format_seconds
+from taas_magic.units import format_exit, format_seconds
 from taas_magic.wire import Death, FailureReport, RunEnded
 
 E = TypeVar("E", bound=BaseException)
@@ -105,12 +106,10 @@ def _died(death: Death, num_ranks: int, after: list[str]) -> RankDiedError:
 
 def describe_exit(exit_code: int) -> str:
     """Say how a process ended: ``was killed by SIGSEGV``, ``exited with code 3``."""
-    if exit_code >= 0:
-        return f"exited with code {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
+    if exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-exit_code).name}"
+    return format_exit(exit_code)
 
 
 def _describe_others(ended: RunEnded) -> Iterable[str]:

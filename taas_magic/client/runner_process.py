@@ -19,6 +19,7 @@ import msgspec
 import taas_magic
 from taas_magic.errors import RunnerLostError, VersionMismatchError
 from taas_magic.namespace.process_state import scrubbed
+from taas_magic.units import format_exit
 from taas_magic.versions import own_versions
 from taas_magic.wire import Denied, Hello, ImportsDone, KeptEnded, Message, Ready, Shutdown, ToKernel, Welcome
 
@@ -119,6 +120,11 @@ class RunnerProcess:
         """Send a message; it is queued, and never waits."""
         self._socket.send(msgspec.msgpack.encode(message))
 
+    def take_notice(self, timeout_s: float = 0) -> None:
+        """Take what comes and is only to be noted; raises as :meth:`receive` does."""
+        for _ in self.receive(timeout_s):
+            pass
+
     def receive(self, timeout_s: float) -> Iterator[Any]:
         """Yield what comes within ``timeout_s``; ends early once something has come and nothing more is there.
 
@@ -163,9 +169,7 @@ class RunnerProcess:
         )
 
     def _lost(self) -> RunnerLostError:
-        code = self.process.poll()
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
-        text = f"the runner (pid {self.process.pid}) {how}"
+        text = f"the runner (pid {self.process.pid}) {format_exit(self.process.poll())}"
         tail = self.log_tail()
         return RunnerLostError.of(
             f"{text}; the ranks it had started are gone" + (f"\nits last words:\n{tail}" if tail else ""),

@@ -141,8 +141,7 @@ class Session:
     def await_imports(self, packages: Collection[str], runner: RunnerProcess, view: View) -> None:
         """Wait while the runner imports one of these packages: each rank would have to do it again by itself."""
         with self._alone("run a cell"):
-            for _ in runner.receive(0):
-                pass
+            runner.take_notice()
             started = time.monotonic()
             has_said = False
             while time.monotonic() < started + _IMPORTS_S:
@@ -152,8 +151,7 @@ class Session:
                 if time.monotonic() > started + _SAY_SOMETHING_AFTER_S and not has_said:
                     has_said = True
                     view.notice(f"importing {', '.join(sorted(awaited))} once, for all ranks ...")
-                for _ in runner.receive(0.05):
-                    pass
+                runner.take_notice(0.05)
 
     def close(self) -> None:
         """End the runner and everything it started."""
@@ -196,8 +194,7 @@ class Session:
         if self._runner is not runner or not runner.is_alive:
             return "their runner has ended"
         with self._alone("ask its runner"):
-            for _ in runner.receive(0):
-                pass
+            runner.take_notice()
         return runner.kept_ended.get(kept.id, "")
 
     def release(self) -> Kept | None:

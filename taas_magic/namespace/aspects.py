@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 from cloudpickle import cloudpickle as cloudpickle_internals
 
+from taas_magic.namespace.blocks import has_lost_its_memory
+
 SAME = object()
 
 #: Types whose instances never change, or that a pickle holds by name.
@@ -331,7 +333,7 @@ def content_digest(tensor: Any) -> tuple[int, int]:
 def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
     """A dict of what changed: "tensor" is a new tensor with the content, "grad", "attributes"."""
     changed: dict[str, Any] = {}
-    if _is_plain_strided(obj) and _has_lost_its_memory(obj):
+    if _is_plain_strided(obj) and has_lost_its_memory(obj):
         return SAME
     if taken is None or not _is_plain_strided(obj):
         return {"tensor": obj.detach().clone(), "requires_grad": obj.requires_grad}
@@ -349,14 +351,6 @@ def _diff_tensor(obj: Any, taken: Any, view: View) -> Any:
     if changed_attributes is not SAME:
         changed["attributes"] = changed_attributes
     return changed or SAME
-
-
-def _has_lost_its_memory(tensor: Any) -> bool:
-    """Whether its storage was made smaller than it is, or given up, so that it has no content."""
-    if not tensor.numel():
-        return False
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool((tensor.storage_offset() + last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes())
 
 
 def _is_plain_strided(tensor: Any) -> bool:

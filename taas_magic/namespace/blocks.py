@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from taas_magic.errors import CannotTravelError
-from taas_magic.namespace.bulk import write_out
+from taas_magic.namespace.bulk import address_of, write_out
 from taas_magic.namespace.large_bytes import HEADROOM_BYTES, MIN_BYTES, is_used, object_at, write_head
 from taas_magic.units import format_bytes
 
@@ -154,6 +154,11 @@ class OutgoingBlocks:
                 regions.append((start, stop - start))
             start, stop, num_blocks = address, address + nbytes, 1
         return [*regions, (start, stop - start)] if num_blocks > 1 else regions
+
+    def mark_as_content(self, first: int) -> None:
+        """Note that the blocks from this number on only go into memory that the receiver has."""
+        for block in self.blocks[first:]:
+            block.is_shared = False
 
     @property
     def total_bytes(self) -> int:
@@ -461,29 +466,14 @@ def bounds_of_array(array: Any) -> tuple[int, int]:
     return array.ctypes.data + low, array.ctypes.data + high
 
 
-def address_of(buffer: Any) -> int:
-    """Where a contiguous buffer lies; 0 for an empty one. ctypes by itself refuses to point at what is read-only."""
-    view = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(buffer), ctypes.byref(view), 0)
-    try:
-        return int(view.buf or 0) if view.len else 0
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+def span_of_tensor(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many elements of its storage lie between a tensor's first one and its last, both counted."""
+    return reach_of(size, stride, 1)[1]
 
 
-class _PyBuffer(ctypes.Structure):
-    """CPython's ``Py_buffer`` (stable ABI since 3.11)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
+def has_lost_its_memory(tensor: Any) -> bool:
+    """Whether a tensor's storage was made smaller than it is, or given up, so that it has no content."""
+    if not tensor.numel():
+        return False
+    last = tensor.storage_offset() + span_of_tensor(tensor.shape, tensor.stride())
+    return bool(last * tensor.itemsize > tensor.untyped_storage().nbytes())

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -75,8 +75,6 @@ def copy_memory(target: memoryview, source: memoryview) -> None:
     if len(target) < _THREADS_FROM_BYTES:
         target[:] = source
         return
-    from taas_magic.namespace.blocks import address_of
-
     to, of = address_of(target), address_of(source)
 
     def copy(job: list[tuple[int, int]]) -> None:
@@ -118,3 +116,31 @@ def _share_out(
         for job, _ in zip(jobs, pool.map(work, jobs), strict=True):
             if note is not None:
                 note(job)
+
+
+def address_of(buffer: Any) -> int:
+    """Where a contiguous buffer lies; 0 for an empty one. ctypes by itself refuses to point at what is read-only."""
+    view = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(buffer), ctypes.byref(view), 0)
+    try:
+        return int(view.buf or 0) if view.len else 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's ``Py_buffer`` (stable ABI since 3.11)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )

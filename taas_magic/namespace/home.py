@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taas_magic.namespace.aspects import BY_NAME
-from taas_magic.namespace.blocks import IncomingBlocks, address_of
-from taas_magic.namespace.bulk import copy_memory
+from taas_magic.namespace.blocks import IncomingBlocks
+from taas_magic.namespace.bulk import address_of, copy_memory
 from taas_magic.namespace.common import Common, CommonBlock
 from taas_magic.namespace.pack import PackedNamespace
 from taas_magic.namespace.rebuild import Loading, ParcelUnpickler, loading, without_warnings
@@ -51,7 +51,8 @@ class Homecoming:
     deleted: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     _updates: list[tuple[int, str, Any]] = field(default_factory=list)
-    _blocks: list[tuple[int, int]] = field(default_factory=list)
+    #: Numbers of blocks that both sides have, by the place in the parcel of their new content.
+    _changed: dict[int, int] = field(default_factory=dict)
     _incoming: IncomingBlocks | None = None
     _context: Loading | None = None
     _memo: Callable[[], dict[int, Any]] = dict
@@ -72,11 +73,10 @@ class Homecoming:
         memo, temporaries = self._memo(), set(manifest.temporaries)
         objects = {place: obj for place, obj in memo.items() if place not in temporaries}
         common.add_objects(manifest.first_object, objects, len(memo))
-        changed = {home_number: number for number, home_number in self._blocks}
         for place, extent in enumerate(manifest.blocks):
             pristine = kept.base + extent.file_offset
-            if place in changed:
-                block = memory.blocks[changed[place]]
+            if place in self._changed:
+                block = memory.blocks[self._changed[place]]
                 block.pristine, block.source = pristine, kept
                 continue
             view = self._context.view(place)
@@ -91,10 +91,9 @@ class Homecoming:
     def blocks_here(self, common: Common) -> list[tuple[int, int, int]]:
         """(address here or 0, offset in the parcel, bytes) of the blocks that came."""
         assert self._incoming is not None
-        changed = {home_number: number for number, home_number in self._blocks}
         return [
             (
-                common.memory.blocks[changed[place]].address if place in changed else 0,
+                common.memory.blocks[self._changed[place]].address if place in self._changed else 0,
                 extent.file_offset,
                 extent.nbytes,
             )
@@ -113,17 +112,16 @@ class Homecoming:
         """
         problems: list[str] = []
         assert self._incoming is not None
-        sizes = [self._incoming.extent(home_number).nbytes for _, home_number in self._blocks]
-        total_bytes, done_bytes = sum(sizes), 0
-        for (number, home_number), nbytes in zip(self._blocks, sizes, strict=True):
+        total_bytes, done_bytes = sum(self._incoming.extent(place).nbytes for place in self._changed), 0
+        for place, number in self._changed.items():
             if progress is not None:
                 progress(done_bytes, total_bytes)
-            done_bytes += nbytes
+            done_bytes += self._incoming.extent(place).nbytes
             block = packed.common.memory.blocks.get(number)
             if block is None or not block.is_there:
                 # Nothing here lies in that memory any more.
                 continue
-            copy_memory(block.view, self._incoming.view(home_number))
+            copy_memory(block.view, self._incoming.view(place))
         for number, aspect, payload in self._updates:
             if number not in packed.common.objects:
                 problems.append("a change of an object that not all ranks have")
@@ -190,7 +188,7 @@ _ABSENT = object()
 def _sort_in(home: Homecoming, label: str, value: Any) -> None:
     kind, _, rest = label.partition(" ")
     if kind == "blocks":
-        home._blocks = value
+        home._changed = {place: number for number, place in value}
     elif kind == "bind":
         home.bindings[rest] = value
     elif kind == "delete":

@@ -28,7 +28,9 @@ from cloudpickle import cloudpickle as cloudpickle_internals
 from taas_magic.errors import CannotTravelError
 from taas_magic.namespace import rebuild
 from taas_magic.namespace.aspects import BY_NAME, Kinds, place_of_tensor
-from taas_magic.namespace.blocks import OutgoingBlocks, address_of, bounds_of_array
+from taas_magic.namespace.blocks import OutgoingBlocks, bounds_of_array, span_of_tensor
+from taas_magic.namespace.bulk import address_of
+from taas_magic.namespace.code_names import globals_of_code
 from taas_magic.namespace.common import Common
 from taas_magic.namespace.home import Homecoming
 from taas_magic.namespace.large_bytes import is_large
@@ -39,11 +41,12 @@ from taas_magic.namespace.pack import (
     PackedNamespace,
     ReceivedNamespace,
     Selection,
+    is_content,
     load_namespace,
     origins_of,
     pack_namespace,
 )
-from taas_magic.namespace.pickler import NamespacePickler, StorageEntry
+from taas_magic.namespace.pickler import NamespacePickler, Nowhere, StorageEntry
 from taas_magic.namespace.store import BlockStore, Segment
 from taas_magic.namespace.track import NotHome, Sent, Tracker, can_be_followed, is_ddp
 
@@ -58,7 +61,6 @@ class Adoption(msgspec.Struct, frozen=True):
     numbers: list[tuple[int, int]]
 
 
-_encode_adoptions = msgspec.msgpack.encode
 _adoptions_decoder = msgspec.msgpack.Decoder(list[Adoption])
 
 
@@ -150,12 +152,15 @@ class Mirror:
         numbers = home.note(self.common, kept)
         self._names |= home.bindings.keys()
         self._names.difference_update(home.deleted)
-        for name in home.bindings:
-            self._uses[name] = uses_of_value(self._main, self._main.get(name))
-        return _encode_adoptions(self._adoptions_of(numbers, sorted(home.bindings)))
+        looks = {name: look_at(self._main, self._main.get(name)) for name in sorted(home.bindings)}
+        self._uses.update((name, look.uses) for name, look in looks.items())
+        return msgspec.msgpack.encode(self._adoptions_of(numbers, looks))
 
-    def _adoptions_of(self, numbers: set[int], first: list[str]) -> list[Adoption]:
-        """Find names that lead to the objects; those to which none does are forgotten, since no other rank has them."""
+    def _adoptions_of(self, numbers: set[int], looks: dict[str, Look]) -> list[Adoption]:
+        """Find names that lead to the objects; those to which none does are forgotten, since no other rank has them.
+
+        ``looks`` are at the values of those names that are likely to.
+        """
         common, main, kinds = self.common, self._main, Kinds()
         number_of = {
             id(obj): number
@@ -163,15 +168,15 @@ class Mirror:
             if can_be_followed(obj := common.objects[number], main, kinds) and not is_ddp(type(obj))
         }
         adoptions = []
-        for name in dict.fromkeys((*first, *sorted(self._names))):
+        for name in dict.fromkeys((*looks, *sorted(self._names))):
             if not number_of:
                 break
             if name not in main:
                 continue
-            digest, objects = shape_of(main, main[name])
-            found = [(place, number_of.pop(id(obj))) for place, obj in enumerate(objects) if id(obj) in number_of]
+            look = looks.get(name) or look_at(main, main[name])
+            found = [(place, number_of.pop(id(obj))) for place, obj in enumerate(look.objects) if id(obj) in number_of]
             if found:
-                adoptions.append(Adoption(name, digest, found))
+                adoptions.append(Adoption(name, look.digest, found))
         adopted = {number for adoption in adoptions for _, number in adoption.numbers}
         common.forget(numbers - adopted)
         self._forgotten |= numbers - adopted
@@ -269,7 +274,7 @@ class Mirror:
     def begin_record(self, label: str) -> None:
         """See :class:`taas_magic.namespace.pack.Sender`."""
         self._writes_anew = label in self._anew
-        self._writes_content = label.startswith(UPDATE_RECORD) and label.endswith((" tensor", " array"))
+        self._writes_content = is_content(label)
 
     def uses_of(self, name: str) -> set[str] | None:
         """See :class:`taas_magic.namespace.pack.Sender`."""
@@ -326,8 +331,8 @@ class _UpdatePickler(NamespacePickler):
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         address = place_of_tensor(tensor)
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if address else 0
-        found = self._mirror.owner_of(address, address + (last + 1) * tensor.itemsize) if address else None
+        nbytes = span_of_tensor(tensor.shape, tensor.stride()) * tensor.itemsize if address else 0
+        found = self._mirror.owner_of(address, address + nbytes) if address else None
         reduced = super()._reduce_tensor(tensor)
         if found is None or reduced is NotImplemented:
             return reduced
@@ -379,10 +384,10 @@ class KeptNamespace:
     def _adopt(self, adoption: Adoption) -> list[int]:
         """Number the objects under a name; returns the numbers where this rank has something else there."""
         if adoption.name in self.main:
-            digest, objects = shape_of(self.main, self.main[adoption.name])
-            if digest == adoption.digest:
+            look = look_at(self.main, self.main[adoption.name])
+            if look.digest == adoption.digest:
                 for place, number in adoption.numbers:
-                    self.common.objects[number] = objects[place]
+                    self.common.objects[number] = look.objects[place]
                     self.common.next_object = max(self.common.next_object, number + 1)
                 return []
         return [number for _, number in adoption.numbers]
@@ -408,11 +413,6 @@ _MISSING = object()
 
 
 # -- looking at values without sending them --------------------------------------------------------------------------
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 class _LookingPickler(NamespacePickler):
@@ -441,17 +441,33 @@ def _same(value: Any) -> Any:
     return value
 
 
-def shape_of(main: dict[str, Any], value: Any) -> tuple[bytes, list[Any]]:
-    """The objects under a value that can change, in an order that depends on nothing but their types and places.
+@dataclass(frozen=True)
+class Look:
+    """What is to be seen of a value.
 
-    Returns:
-        A digest of the types in order, and the objects.
+    Attributes:
+        digest: Of the types of the objects, in order.
+        objects: Those under it that can change, in an order that depends on nothing but their types and places.
+        uses: The global names that functions in it use.
     """
-    with _LookingPickler(_Nowhere(), main, OutgoingBlocks()) as pickler:
+
+    digest: bytes = b""
+    objects: list[Any] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)
+
+
+def look_at(main: dict[str, Any], value: Any) -> Look:
+    """Go through a value without sending it."""
+    uses: set[str] = set()
+
+    def note(func: types.FunctionType) -> None:
+        uses.update(globals_of_code(func.__code__))
+
+    with _LookingPickler(Nowhere(), main, OutgoingBlocks(), on_function=note) as pickler:
         try:
             pickler.dump(value)
-        except Exception:  # noqa: BLE001 - what cannot be pickled has no shape that two processes could agree on
-            return b"", []
+        except Exception:  # noqa: BLE001 - what cannot be pickled is not sent, nor has it a shape that two could agree on
+            return Look()
         origins = origins_of(pickler).objects
     objects = [obj for _, obj in sorted(origins.items(), key=lambda pair: pair[0])]
     kinds = Kinds()
@@ -459,7 +475,7 @@ def shape_of(main: dict[str, Any], value: Any) -> tuple[bytes, list[Any]]:
         obj for obj in objects if can_be_followed(obj, main, kinds) and not is_ddp(type(obj)) and not _is_by_name(obj)
     ]
     names = "\n".join(f"{type(obj).__module__}.{type(obj).__qualname__} {_form_of(obj)}" for obj in objects)
-    return hashlib.blake2b(names.encode(), digest_size=16).digest(), objects
+    return Look(hashlib.blake2b(names.encode(), digest_size=16).digest(), objects, uses)
 
 
 def _form_of(obj: Any) -> str:
@@ -481,20 +497,3 @@ def _is_by_name(obj: Any) -> bool:
     if isinstance(obj, (types.FunctionType, type)):
         return cloudpickle_internals._lookup_module_and_qualname(obj) is not None
     return isinstance(obj, StorageEntry)
-
-
-def uses_of_value(main: dict[str, Any], value: Any) -> set[str]:
-    """The global names that the functions in a value use."""
-    from taas_magic.namespace.code_names import globals_of_code
-
-    found: set[str] = set()
-
-    def note(func: types.FunctionType) -> None:
-        found.update(globals_of_code(func.__code__))
-
-    with _LookingPickler(_Nowhere(), main, OutgoingBlocks(), on_function=note) as pickler:
-        try:
-            pickler.dump(value)
-        except Exception:  # noqa: BLE001 - then nothing of it is sent either
-            return set()
-    return found

@@ -28,6 +28,7 @@ from taas_magic.namespace.pickler import (
     HasLargeBytesError,
     LargeBytesPickler,
     NamespacePickler,
+    Nowhere,
     StreamWithoutLargeBytes,
 )
 from taas_magic.namespace.rebuild import Loading, ParcelUnpickler, loading, without_warnings
@@ -68,6 +69,11 @@ class PackedNamespace:
     left_out: dict[str, str]
     #: The names that the functions of each name use.
     uses: dict[str, set[str]] = field(default_factory=dict)
+
+
+def is_content(label: str) -> bool:
+    """Whether a record is a change of a tensor or an array: its bytes go into memory that the receiver has."""
+    return label.removeprefix("\0").startswith("update ") and label.endswith((" tensor", " array"))
 
 
 @dataclass(frozen=True)
@@ -156,8 +162,9 @@ def pack_namespace(
     has_large_bytes = False
     with no_collection():
         while True:
-            packing = _Packing(main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender)
-            packing.has_large_bytes = has_large_bytes
+            packing = _Packing(
+                main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender, has_large_bytes
+            )
             try:
                 packing.write_records(process_state)
             except HasLargeBytesError:
@@ -237,9 +244,8 @@ class _Packing:
                     self._record(label, payload)
                 except Exception as error:
                     raise _TailError(label, error) from error
-                if label.endswith((" tensor", " array")):
-                    for block in self._blocks.blocks[num_blocks:]:
-                        block.is_shared = False
+                if is_content(label):
+                    self._blocks.mark_as_content(num_blocks)
             # Functions in what was changed use names, too.
             self._write_queue(is_needed=False)
         self._record(SOURCES_RECORD, self._sources)
@@ -430,7 +436,7 @@ def diagnose(main: dict[str, Any], name: str) -> Culprit | None:
 def try_pickle(main: dict[str, Any], obj: Any) -> BaseException | None:
     """Pickle ``obj`` alone, keeping nothing; the error, or None."""
     try:
-        with NamespacePickler(_Nowhere(), main, OutgoingBlocks()) as pickler:
+        with NamespacePickler(Nowhere(), main, OutgoingBlocks()) as pickler:
             pickler.dump(obj)
     except Exception as error:  # noqa: BLE001 - whatever keeps it from being pickled
         return error
@@ -450,11 +456,6 @@ def load_value(fd: int, main: dict[str, Any]) -> Any:
     incoming = IncomingBlocks([fd])
     with loading(Loading(incoming, main)) as context, without_warnings():
         return ParcelUnpickler(context).load()
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 @dataclass

@@ -28,7 +28,8 @@ import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_internals
 
 from taas_magic.namespace import large_bytes, rebuild
-from taas_magic.namespace.blocks import OutgoingBlocks, address_of, reach_of
+from taas_magic.namespace.blocks import OutgoingBlocks, has_lost_its_memory, reach_of, span_of_tensor
+from taas_magic.namespace.bulk import address_of
 
 #: Finds the block of the receiver in which memory (address, bytes) of this process lies: (number, offset from the
 #: owner's start).
@@ -343,10 +344,10 @@ class NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined,
         entry = self._storage(tensor.untyped_storage())
         offset = tensor.storage_offset() * tensor.itemsize
         if tensor.numel():
-            if offset + reach_of(size, stride, 1)[1] * tensor.itemsize > tensor.untyped_storage().nbytes():
+            if has_lost_its_memory(tensor):
                 raise Refused("a tensor whose storage has been given up, or made smaller than it is")
             start = offset + entry.shift
-            self._use(entry.reference, start, start + reach_of(size, stride, 1)[1] * tensor.itemsize)
+            self._use(entry.reference, start, start + span_of_tensor(size, stride) * tensor.itemsize)
         where = (entry.reference, entry, tensor.dtype, offset + entry.shift, size, stride)
         return rebuild.tensor, (kind, *where, requires_grad), *tail
 
@@ -361,6 +362,14 @@ class StorageEntry:
 
     def __reduce__(self) -> Any:
         return rebuild.storage, (self.reference, self.storage.device.type)
+
+
+class Nowhere:
+    """A file for picklers that are only there to look: it keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        """See :meth:`io.RawIOBase.write`."""
+        return len(data)
 
 
 class LargeBytesPickler(NamespacePickler):

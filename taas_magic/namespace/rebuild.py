@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from taas_magic.namespace import large_bytes
-from taas_magic.namespace.blocks import IncomingBlocks
+from taas_magic.namespace.blocks import IncomingBlocks, span_of_tensor
 from taas_magic.namespace.common import CommonMemory
 
 
@@ -293,8 +293,8 @@ def tensor_over(  # noqa: PLR0917 - pickles call it
     import torch
 
     whole = torch.from_numpy(base) if not isinstance(base, torch.Tensor) else base.detach()
-    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-    _require_room(whole.is_contiguous(), whole.numel() * whole.itemsize, offset + last * dtype.itemsize)
+    needed_bytes = offset + span_of_tensor(size, stride) * dtype.itemsize
+    _require_room(whole.is_contiguous(), whole.numel() * whole.itemsize, needed_bytes)
     flat = whole.reshape(-1).view(torch.uint8)
     result = torch.empty(0, dtype=dtype, device=flat.device)
     result.set_(flat.untyped_storage(), (flat.storage_offset() + offset) // dtype.itemsize, size, stride)

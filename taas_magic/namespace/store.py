@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from taas_magic.namespace.blocks import address_of, available_memory_bytes, view_of_memory
-from taas_magic.namespace.bulk import differing
+from taas_magic.namespace.blocks import available_memory_bytes, view_of_memory
+from taas_magic.namespace.bulk import address_of, differing
 
 #: Smaller blocks are sent each time: to look for them would cost more.
 MIN_BLOCK_BYTES = 4096

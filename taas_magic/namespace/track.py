@@ -35,14 +35,14 @@ from taas_magic.namespace.blocks import (
     OutgoingBlock,
     OutgoingBlocks,
     Parcel,
-    address_of,
     view_of_memory,
     write_parcel,
 )
+from taas_magic.namespace.bulk import address_of
 from taas_magic.namespace.collection import no_collection
 from taas_magic.namespace.common import Common, CommonBlock
 from taas_magic.namespace.large_bytes import is_large
-from taas_magic.namespace.pack import load_order, origins_of
+from taas_magic.namespace.pack import is_content, load_order, origins_of
 from taas_magic.namespace.pickler import Locate, MainGlobals, NamespacePickler, Refused
 from taas_magic.namespace.store import Segment
 
@@ -471,9 +471,8 @@ class _Packing:
             except BaseException as error:
                 pickler.close()
                 raise _RecordError(label, error) from error
-            if label.endswith((" tensor", " array")) and label.startswith("update "):
-                for block in blocks.blocks[num_blocks:]:
-                    block.is_shared = False
+            if is_content(label):
+                blocks.mark_as_content(num_blocks)
             if len(pickler.unwrapped) > wrapped and label.startswith("bind "):
                 self.unwrapped.append(label.removeprefix("bind "))
         found = blocks.overlapping() if regions is None else []

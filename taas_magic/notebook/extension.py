@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.session import Session
 from taas_magic.errors import PragmaError, TaasError
-from taas_magic.notebook.cell import rank_environment, run_cell
+from taas_magic.notebook.cell import rank_environment, require_kept, run_cell, run_cell_for_value
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
 from taas_magic.pragma import ParsedCell, Pragma, parse_cell, parse_flags, parse_magic_cell, parse_plain_cell
@@ -119,8 +119,6 @@ class Extension:
 
     def pull(self, name: str, ranks: str) -> Any:
         """The value of an expression on kept ranks: one, or a list where several are asked for."""
-        from taas_magic.notebook.cell import require_kept, run_cell_for_value
-
         kept = require_kept(self.session, "pull from")
         flags = f"--gpus {kept.place.num_ranks} --rank {ranks} --rank-results"
         values = run_cell_for_value(self.shell, self.session, parse_flags(flags), name, self._plain_transform)
@@ -128,8 +126,6 @@ class Extension:
 
     def push(self, names: list[str]) -> None:
         """Give the notebook's values to all kept ranks."""
-        from taas_magic.notebook.cell import require_kept, run_cell_for_value
-
         kept = require_kept(self.session, "push to")
         pragma = parse_flags(f"--gpus {kept.place.num_ranks} --with {','.join(names)}")
         run_cell_for_value(self.shell, self.session, pragma, "", self._plain_transform, anew=frozenset(names))

@@ -12,7 +12,7 @@ import msgspec
 
 from taas_magic.channel import ChannelClosedError
 from taas_magic.runner.run import Run, Source
-from taas_magic.units import format_seconds
+from taas_magic.units import format_exit, format_seconds
 from taas_magic.wire import AgentExited, EndRun, Exit, RankExited, RunOver
 
 #: From the permission to end until what is left is killed: functions that run at exit take their time.
@@ -34,11 +34,8 @@ class KeptRanks:
     #: The kernel asked for their end, and waits until what they had is free.
     is_asked_for: bool = False
     _exited: set[int] = field(default_factory=set)
-    _since: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
     _ending_since: float | None = None
-
-    def __post_init__(self) -> None:
-        self._since = time.monotonic()
 
     @property
     def id(self) -> str:
@@ -91,7 +88,7 @@ class KeptRanks:
     def _note_exit(self, message: RankExited) -> None:
         self._exited.add(message.rank)
         if self._ending_since is None:
-            self._lose(f"rank {message.rank} {_how(message.exit_code)} between two cells")
+            self._lose(f"rank {message.rank} {format_exit(message.exit_code)} between two cells")
         elif len(self._exited) == self.last.num_ranks:
             self.last.link.send(EndRun())
 
@@ -108,7 +105,3 @@ class KeptRanks:
             self.last.link.close()
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.last.directory)
-
-
-def _how(exit_code: int) -> str:
-    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"

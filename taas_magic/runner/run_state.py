@@ -298,11 +298,12 @@ class RunState:
         """Whether the cell is over, and all ranks wait for another one."""
         if self.concluded:
             return self._has_stayed
-        return (
-            self._may_stay
-            and self.home in (HomePhase.TAKEN, HomePhase.LOST)
-            and all(phase is RankPhase.RESTING for phase in self.phases)
-        )
+        return self._may_stay and self._home_is_settled and all(phase is RankPhase.RESTING for phase in self.phases)
+
+    @property
+    def _home_is_settled(self) -> bool:
+        """Whether what rank 0 made has been taken, or never will be."""
+        return self.home in (HomePhase.TAKEN, HomePhase.LOST)
 
     @property
     def _may_stay(self) -> bool:
@@ -313,8 +314,7 @@ class RunState:
 
     def _settle(self, now: float) -> Iterator[Instruction]:
         """Have ranks that are to stay get ready for more; where one never does, they do not stay."""
-        is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
-        if not self._may_stay or not is_settled or self._ranks_in(RankPhase.PLANNED, *BUSY):
+        if not self._may_stay or not self._home_is_settled or self._ranks_in(RankPhase.PLANNED, *BUSY):
             return
         if self._rest_since is None:
             self._rest_since = now
@@ -469,8 +469,7 @@ class RunState:
             yield Release(ready)
 
     def _may_go(self, rank: int, now: float, *, all_done: bool) -> bool:
-        is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
-        if self._may_stay or rank in self.released_at or (rank == 0 and not is_settled):
+        if self._may_stay or rank in self.released_at or (rank == 0 and not self._home_is_settled):
             return False
         return all_done or (self.phases[rank] is RankPhase.FINISHED and now >= self.done_at[rank] + LINGER_S)
 
@@ -490,13 +489,12 @@ class RunState:
 
     def check(self) -> None:
         """State the invariants; raises AssertionError where one does not hold."""
-        is_settled = self.home in (HomePhase.TAKEN, HomePhase.LOST)
         assert len(self.phases) == self.num_ranks
         assert set(self.released_at) <= set(self.done_at)
         assert not (self.stays and self.released_at), "who stays is not let go"
-        assert is_settled or 0 not in self.released_at, "rank 0 stays until what it made is safe"
+        assert self._home_is_settled or 0 not in self.released_at, "rank 0 stays until what it made is safe"
         assert not (self.phases[0] is RankPhase.EXITED and self.awaits_home), "nobody is left to pack"
-        assert not self.concluded or (is_settled and (self.stays or not self._ranks_in(*ALIVE)))
+        assert not self.concluded or (self._home_is_settled and (self.stays or not self._ranks_in(*ALIVE)))
         assert not (self.failures.keys() & self.deaths.keys()), "who failed in good order has not died"
         assert self.stop_cause is not None or not (self.failures or self.deaths), "a failure stops the run"
         assert self.stop_cause is not StopCause.FAILURE or self.failures or self.deaths, "a failed run has a cause"

@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
+from unit.forking import MAX_MESSAGE_BYTES, ask, warm_process
 
 from taas_magic.namespace.home import load_homecoming
 from taas_magic.namespace.mirror import Mirror
@@ -21,8 +20,6 @@ from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
 from taas_magic.namespace.store import BlockStore
 
 _CHILD = Path(__file__).with_name("kept_child.py")
-_MAX_MESSAGE_BYTES = 1 << 17
-_DEADLINE_S = 60.0
 
 
 class KeptNotebook:
@@ -56,7 +53,7 @@ class KeptNotebook:
             self._mirror = Mirror(packed, self.names, ())
         else:
             self._mirror.sent(packed)
-        reports = [self._bring_home(packed), json.loads(self._ranks[1].recv(_MAX_MESSAGE_BYTES))]
+        reports = [self._bring_home(packed), json.loads(self._ranks[1].recv(MAX_MESSAGE_BYTES))]
         errors = [report["error"] for report in reports]
         assert all(bool(error) == fails for error in errors), "\n".join(errors)
         self.not_home = [tuple(each) for each in reports[0]["not_home"]]
@@ -64,7 +61,7 @@ class KeptNotebook:
         for rank in self._ranks:
             rank.send(b" " + self._adoptions)
         for rank in self._ranks:
-            self.forgotten.update(json.loads(rank.recv(_MAX_MESSAGE_BYTES)))
+            self.forgotten.update(json.loads(rank.recv(MAX_MESSAGE_BYTES)))
         self._mirror.note(self.forgotten)
 
     @property
@@ -87,7 +84,7 @@ class KeptNotebook:
         return self._mirror.pack(selection, process_state=None, hidden={}, cell_numbers={}, store=self.store)
 
     def _bring_home(self, packed: PackedNamespace) -> dict[str, Any]:
-        message, fds, _, _ = socket.recv_fds(self._ranks[0], _MAX_MESSAGE_BYTES, 1)
+        message, fds, _, _ = socket.recv_fds(self._ranks[0], MAX_MESSAGE_BYTES, 1)
         assert fds, "rank 0 ended before its cell came home; its traceback is in the captured stderr"
         report: dict[str, Any] = json.loads(message)
         assert self._mirror is not None
@@ -112,28 +109,14 @@ class KeptRanks:
         with contextlib.ExitStack() as ending:
             ranks = []
             for rank in range(2):
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                ours.settimeout(_DEADLINE_S)
-                with theirs:
-                    socket.send_fds(self._requests, [str(rank).encode()], [theirs.fileno()])
-                ending.callback(ours.close)
-                ranks.append(ours)
+                talk = ask(self._requests, str(rank).encode(), [])
+                ending.callback(talk.close)
+                ranks.append(talk)
             yield KeptNotebook(ranks)
 
 
 @contextlib.contextmanager
 def warm_ranks() -> Iterator[KeptRanks]:
     """Start the process that ranks are forked from, and end it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with ours:
-        with theirs:
-            fd = theirs.fileno()
-            process = subprocess.Popen([sys.executable, str(_CHILD), str(fd)], pass_fds=(fd,), env=environment)
-        try:
-            ours.settimeout(_DEADLINE_S)
-            assert ours.recv(16) == b"warm"
-            yield KeptRanks(ours)
-        finally:
-            ours.close()
-            process.wait(_DEADLINE_S)
+    with warm_process(_CHILD) as requests:
+        yield KeptRanks(requests)

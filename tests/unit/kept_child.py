@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import sys
 import traceback
@@ -13,38 +11,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
+from unit.forking import MAX_MESSAGE_BYTES, fork_for_each
 
 from taas_magic.namespace.mirror import KeptNamespace
 from taas_magic.namespace.pack import load_namespace
 from taas_magic.namespace.track import Tracker
 
 _IMPORTED_ONCE = np, pd
-MAX_MESSAGE_BYTES = 1 << 17
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork a rank for each request, which is a socket to talk with it, until the requests end."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps what is forked here
-    requests.send(b"warm")
-    while True:
-        rank, fds, _, _ = socket.recv_fds(requests, 16, 1)
-        if not fds:
-            return
-        if os.fork() == 0:
-            requests.close()
-            try:
-                be_rank(socket.socket(fileno=fds[0]), is_rank_0=rank == b"0")
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        os.close(fds[0])
-
-
-def be_rank(talk: socket.socket, *, is_rank_0: bool) -> None:
+def be_rank(rank: bytes, _fds: list[int], talk: socket.socket) -> None:
     """Run cells until there are none."""
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     main: dict[str, Any] = module.__dict__
@@ -58,7 +34,7 @@ def be_rank(talk: socket.socket, *, is_rank_0: bool) -> None:
         else:
             kept.load(fds, lambda state: None)
         error = ""
-        tracker = Tracker(kept.common, main) if is_rank_0 else None
+        tracker = Tracker(kept.common, main) if rank == b"0" else None
         try:
             exec(compile(source.decode(), "<cell>", "exec"), main)
         except Exception:
@@ -78,4 +54,4 @@ def be_rank(talk: socket.socket, *, is_rank_0: bool) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    fork_for_each(be_rank)

@@ -6,22 +6,19 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
+from unit.forking import MAX_MESSAGE_BYTES, ask, warm_process
 
 from taas_magic.namespace.home import Homecoming, HomeLoadError, load_homecoming
 from taas_magic.namespace.names import names_of_cell
 from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
 
 _CHILD = Path(__file__).with_name("roundtrip_child.py")
-_MAX_MESSAGE_BYTES = 1 << 17
-_DEADLINE_S = 60.0
 
 
 class Child:
@@ -32,29 +29,14 @@ class Child:
 
     def send(self, parcel_fds: list[int], source: str) -> socket.socket:
         """Start a cell on a parcel; what it has to say comes through the socket that is returned."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            socket.send_fds(self._requests, [source.encode()], [theirs.fileno(), *parcel_fds])
-        ours.settimeout(_DEADLINE_S)
-        return ours
+        return ask(self._requests, source.encode(), parcel_fds)
 
 
 @contextlib.contextmanager
 def warm_child() -> Iterator[Child]:
     """Start the process that cells are forked from, and end it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with theirs:
-            fd = theirs.fileno()
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            process = subprocess.Popen([sys.executable, str(_CHILD), str(fd)], pass_fds=(fd,), env=environment)
-        try:
-            ours.settimeout(_DEADLINE_S)
-            assert ours.recv(16) == b"warm"
-            yield Child(ours)
-        finally:
-            ours.close()
-            process.wait(_DEADLINE_S)
+    with warm_process(_CHILD) as requests:
+        yield Child(requests)
 
 
 @dataclass
@@ -128,7 +110,7 @@ class Notebook:
     def _come_home(self, talk: socket.socket, packed: PackedNamespace) -> Trip:
         refused: dict[str, str] = {}
         while True:
-            message, fds, _, _ = socket.recv_fds(talk, _MAX_MESSAGE_BYTES, 1)
+            message, fds, _, _ = socket.recv_fds(talk, MAX_MESSAGE_BYTES, 1)
             assert fds, "the child ended before its cell came home; its traceback is in the captured stderr"
             report = json.loads(message)
             try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import sys
 import traceback
@@ -13,50 +11,23 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
+from unit.forking import MAX_MESSAGE_BYTES, fork_for_each
 
 from taas_magic.namespace.pack import load_namespace
 from taas_magic.namespace.track import Tracker
 
 _IMPORTED_ONCE = np, pd
-MAX_MESSAGE_BYTES = 1 << 17
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork for each request, which is a parcel and a socket to talk about it, until the requests end."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps what is forked here
-    requests.send(b"warm")
-    while True:
-        source, fds, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 16)
-        if not fds:
-            return
-        talk_fd, *parcel_fds = fds
-        if os.fork() == 0:
-            requests.close()
-            _run(source.decode(), parcel_fds, socket.socket(fileno=talk_fd))
-        for fd in fds:
-            os.close(fd)
-
-
-def _run(source: str, parcel_fds: list[int], talk: socket.socket) -> None:
-    try:
-        _run_cell(source, parcel_fds, talk)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
-
-
-def _run_cell(source: str, parcel_fds: list[int], talk: socket.socket) -> None:
+def run_cell(source: bytes, parcel_fds: list[int], talk: socket.socket) -> None:
+    """Run a cell, and send home what it did."""
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     main: dict[str, Any] = module.__dict__
     received = load_namespace(parcel_fds, main)
     tracker = Tracker(received.common, main)
     error = ""
     try:
-        exec(compile(source, "<cell>", "exec"), main)
+        exec(compile(source.decode(), "<cell>", "exec"), main)
     except Exception:
         error = traceback.format_exc()
     exclude: list[str] = []
@@ -77,4 +48,4 @@ def _run_cell(source: str, parcel_fds: list[int], talk: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    fork_for_each(run_cell)
