@@ -18,7 +18,7 @@ from launching.contestants import CONTESTANTS, Contestant
 from launching.measure import Bench, Samples
 
 from taas_magic._version import __version__
-from taas_magic.rank.processes import become_subreaper
+from taas_magic.processes import become_subreaper
 
 _ASK_VERSIONS = """
 import importlib.metadata, json, sys

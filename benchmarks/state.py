@@ -20,7 +20,7 @@ from launching.notebook import Notebook
 from launching.report import hardware
 
 from taas_magic._version import __version__
-from taas_magic.rank.processes import become_subreaper, kill_descendants
+from taas_magic.processes import become_subreaper, kill_descendants
 
 GIB = 2**30
 _LIMIT_S = 600.0

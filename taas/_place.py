@@ -12,6 +12,7 @@ class Place:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    is_in_run: bool = False
 
 
 current = Place()

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from taas_magic.wire import Message
+from taas_magic.wire_base import Message
 
 M = TypeVar("M")
 _HEADER = struct.Struct("<IH")

@@ -84,3 +84,23 @@ class RankFailedError(TaasError, RuntimeError):
 
 class RunTimeoutError(TaasError, TimeoutError):
     """The run took longer than ``--timeout`` allowed and was stopped."""
+
+
+class DeliveryError(TaasError, RuntimeError):
+    """Data cannot be delivered: nothing can be prepared, or a registration makes no sense."""
+
+
+class DeliveryLostError(TaasError, RuntimeError):
+    """The delivery of data ended while ranks needed it."""
+
+
+class PoisonElementError(TaasError, RuntimeError):
+    """Making an element of a registered loader has ended one producer after the other."""
+
+
+class ProducerFailedError(TaasError, RuntimeError):
+    """Stands for a producer's exception whose own type cannot be rebuilt on the rank."""
+
+
+class RegistrationError(TaasError, ValueError):
+    """A loader cannot be registered, or unregistered, like this."""

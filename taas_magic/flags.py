@@ -191,7 +191,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "--cpus",
         "K",
         _whole_number(1, MAX_CPUS),
-        f"Number of machines without GPU that produce data, 1 to {MAX_CPUS}. Not available in this version.",
+        f"Number of machines without GPU that prepare what registered loaders yield, 1 to {MAX_CPUS}.",
         "cpus",
     ),
     Flag(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from taas_magic.errors import SettingsError
 
@@ -81,6 +81,15 @@ def _whole_number(low: int) -> _Read:
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise _UnfitError
         return value
+
+    return read
+
+
+def _one_of(*choices: str) -> _Read:
+    def read(value: Any, _file: _File) -> str:
+        if value not in choices:
+            raise _UnfitError
+        return str(value)
 
     return read
 
@@ -186,6 +195,57 @@ class KeepSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverySettings:
+    """``[delivery]``: what producers prepare for the ranks."""
+
+    processes: int = field(
+        default=4,
+        metadata=_key(
+            _whole_number(1),
+            expected="a whole number, 1 or more",
+            default="4",
+            meaning="Producers that `--cpus` starts for each machine, one a core.",
+        ),
+    )
+    memory_mib: float | None = field(
+        default=None,
+        metadata=_key(
+            _number(0),
+            expected="MiB, 0 or more",
+            default="an eighth of this machine's memory, and at most 4096",
+            meaning="The most memory for elements that are prepared, or in use by the ranks.",
+        ),
+    )
+    prepare_mib: float | None = field(
+        default=None,
+        metadata=_key(
+            _number(0),
+            expected="MiB, 0 or more",
+            default="256, or `memory_mib` where that is less",
+            meaning="The ranks start when so much is prepared, or a loader is exhausted,",
+        ),
+    )
+    prepare_s: float = field(
+        default=5.0,
+        metadata=_key(
+            _number(0),
+            expected="seconds, 0 or more",
+            default="5.0",
+            meaning="or when it was prepared for so long.",
+        ),
+    )
+    transport: Literal["shared", "tcp"] = field(
+        default="shared",
+        metadata=_key(
+            _one_of("shared", "tcp"),
+            expected='"shared" or "tcp"',
+            default='"shared"',
+            meaning="How elements get to the ranks: shared memory, or a connection, as from another machine.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings, validated. Each field is a table of the files."""
 
@@ -195,6 +255,7 @@ class Settings:
     output: OutputSettings = field(default_factory=OutputSettings)
     state: StateSettings = field(default_factory=StateSettings)
     keep: KeepSettings = field(default_factory=KeepSettings)
+    delivery: DeliverySettings = field(default_factory=DeliverySettings)
 
 
 _TABLES: Final[dict[str, type[Any]]] = {
@@ -204,6 +265,7 @@ _TABLES: Final[dict[str, type[Any]]] = {
     "output": OutputSettings,
     "state": StateSettings,
     "keep": KeepSettings,
+    "delivery": DeliverySettings,
 }
 
 

@@ -7,42 +7,27 @@ to be unpickled are plain ``bytes`` here, or descriptors of memory files: nothin
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Literal
 
 import msgspec
 
+from taas_magic.wire_base import MemoryFile, Message, NumRanks, Rank, SizeBytes
+from taas_magic.wire_data import (
+    CancelDelivery,
+    ConnectDelivery,
+    DeliveryFailed,
+    DeliveryProgress,
+    PrepareDelivery,
+    StartDelivery,
+)
+
 #: Raised when a message changes its meaning. Kernel and runner must agree on it.
 PROTOCOL_VERSION = 1
 
-#: A global rank. What is no rank at all is refused when a message is read.
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
-NumRanks = Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
 #: 1 interrupts, 2 terminates, 3 kills.
 StopLevel = Annotated[int, msgspec.Meta(ge=1, le=3)]
-SizeBytes = Annotated[int, msgspec.Meta(ge=0)]
 StreamKind = Literal["stdout", "stderr"]
 DisplayKind = Literal["display", "update", "clear", "result", "comm"]
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of all messages; the tag is the class name."""
-
-
-class MemoryFile(msgspec.Struct, frozen=True):
-    """A parcel that another process of the same user holds open; it is read through ``/proc/<pid>/fd/<fd>``."""
-
-    pid: int
-    fd: int
-    size_bytes: SizeBytes
-
-    def open(self) -> int:
-        """Open the file; the caller owns the descriptor.
-
-        Raises:
-            OSError: if the holder has gone.
-        """
-        return os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -148,6 +133,8 @@ class Submit(Message, frozen=True):
     kept_id: str = ""
     #: Kept ranks end by themselves when they have waited for so long.
     idle_s: float = 0.0
+    #: The delivery of data that was prepared for it; "" without one.
+    delivery_id: str = ""
 
 
 class Interrupt(Message, frozen=True):
@@ -243,6 +230,8 @@ ToRunner = (
     | ReadLog
     | ReadStatus
     | Preload
+    | PrepareDelivery
+    | CancelDelivery
     | Shutdown
 )
 
@@ -369,6 +358,8 @@ class RunEnded(Message, frozen=True):
     group_is_broken: bool = False
     #: Objects that some rank does not have, by the numbers that both sides knew them by.
     forgotten: list[int] = []
+    #: What there is to say of the delivery of data.
+    delivery: list[str] = []
 
 
 class KeptEnded(Message, frozen=True):
@@ -405,6 +396,8 @@ class Status(Message, frozen=True):
     kept_pids: list[int] = []
     #: Seconds until they end by themselves.
     kept_for_s: float = 0.0
+    #: How far the delivery of data is, a line a loader.
+    delivery: list[str] = []
 
 
 ToKernel = (
@@ -424,6 +417,8 @@ ToKernel = (
     | TransferProgress
     | LogPiece
     | Status
+    | DeliveryProgress
+    | DeliveryFailed
 )
 
 # -- runner and zygotes ----------------------------------------------------------------------------------------------
@@ -507,7 +502,7 @@ class EndRun(Message, frozen=True):
     """Runner to run zygote: kill whatever is left of the run, and end."""
 
 
-ToZygote = StartRun | ForkPreloaded
+ToZygote = StartRun | ForkPreloaded | StartDelivery
 ToRunZygote = PrepareRun | RankDescriptors | RunBegins | SignalRanks | EndRun
 
 
@@ -682,4 +677,4 @@ class InputLine(Message, frozen=True):
     text: str | None
 
 
-ToRank = Begin | Settle | Exit | AbortCollectives | Rescue | PackAgain | InputLine
+ToRank = Begin | ConnectDelivery | Settle | Exit | AbortCollectives | Rescue | PackAgain | InputLine

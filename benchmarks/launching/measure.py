@@ -14,7 +14,7 @@ from pathlib import Path
 from launching.contestants import Contestant
 from launching.jobs import KINDS, Job
 from launching.notebook import Notebook, NotebookError
-from taas_magic.rank.processes import kill_descendants
+from taas_magic.processes import kill_descendants
 
 _SETUP_LIMIT_S = 120.0
 _LAUNCH_LIMIT_S = 120.0

@@ -31,7 +31,6 @@ from taas_magic.wire import (
     InputReply,
     InputRequest,
     Interrupt,
-    MemoryFile,
     Notice,
     Output,
     OutputTaken,
@@ -41,6 +40,7 @@ from taas_magic.wire import (
     Submit,
     TransferProgress,
 )
+from taas_magic.wire_base import MemoryFile
 
 _POLL_S = 0.1
 #: Records that are no names of the notebook, as people call them.
@@ -90,6 +90,8 @@ class RunRequest:
     idle_s: float = 0.0
     #: What is to be told of all that comes home, where ranks stay.
     mirror: Mirror | None = None
+    #: The delivery of data that was prepared for it; "" without one.
+    delivery_id: str = ""
 
     @property
     def ranks(self) -> list[int]:
@@ -161,6 +163,7 @@ class ActiveRun:
             segments=[MemoryFile(pid, segment.fd, segment.size_bytes) for segment in parcel.segments],
             kept_id=request.kept_id,
             idle_s=request.idle_s,
+            delivery_id=request.delivery_id,
         )
         with counted_interrupts() as interrupts:
             if request.kept_id and request.mirror is not None:

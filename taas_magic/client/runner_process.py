@@ -21,7 +21,8 @@ from taas_magic.errors import RunnerLostError, VersionMismatchError
 from taas_magic.namespace.process_state import scrubbed
 from taas_magic.units import format_exit
 from taas_magic.versions import own_versions
-from taas_magic.wire import Denied, Hello, ImportsDone, KeptEnded, Message, Ready, Shutdown, ToKernel, Welcome
+from taas_magic.wire import Denied, Hello, ImportsDone, KeptEnded, Ready, Shutdown, ToKernel, Welcome
+from taas_magic.wire_base import Message
 
 _HANDSHAKE_S = 30.0
 _SHUTDOWN_S = 5.0

@@ -14,22 +14,21 @@ from typing import Any
 
 from taas_magic.client.run import ActiveRun, RunOutcome, RunRequest, View
 from taas_magic.client.runner_process import RunnerProcess
-from taas_magic.errors import KeptRanksLostError, PlacementError, RunnerLostError, TaasError
+from taas_magic.errors import DeliveryError, KeptRanksLostError, PlacementError, RunnerLostError, TaasError
+from taas_magic.namespace.blocks import Parcel
 from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.store import BlockStore
 from taas_magic.pragma import Pragma
 from taas_magic.settings import Settings
-from taas_magic.units import plural
-from taas_magic.wire import (
-    Denied,
-    KeptEnded,
-    LogPiece,
-    Preload,
-    ReadLog,
-    ReadStatus,
-    Ready,
-    ReleaseKept,
-    Status,
+from taas_magic.units import format_bytes, plural
+from taas_magic.wire import Denied, KeptEnded, LogPiece, Preload, ReadLog, ReadStatus, Ready, ReleaseKept, Status
+from taas_magic.wire_base import MemoryFile
+from taas_magic.wire_data import (
+    CancelDelivery,
+    DeliveryFailed,
+    DeliveryProgress,
+    DeliveryTask,
+    PrepareDelivery,
 )
 
 _WARM_UP_S = 300.0
@@ -37,6 +36,7 @@ _ANSWER_S = 10.0
 #: Ranks can import for themselves; they are not kept waiting for longer.
 _IMPORTS_S = 60.0
 _SAY_SOMETHING_AFTER_S = 0.7
+_BAR_CELLS = 20
 
 
 @dataclass
@@ -210,6 +210,50 @@ class Session:
                 runner.wait_for((KeptEnded,), _ANSWER_S)
         return kept
 
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, task: DeliveryTask, parcel: Parcel, view: View, runner: RunnerProcess) -> None:
+        """Have producers prepare data, and wait until the ranks may start.
+
+        Raises:
+            DeliveryError: if they cannot.
+            RunnerLostError: if the runner ends first.
+            KeyboardInterrupt: if the user stops it; nothing is left of it then.
+        """
+        pid = os.getpid()
+        order = PrepareDelivery(
+            task,
+            MemoryFile(pid, parcel.fd, parcel.size_bytes),
+            [MemoryFile(pid, segment.fd, segment.size_bytes) for segment in parcel.segments],
+        )
+        with self._alone("run a cell"):
+            shown = ""
+            try:
+                runner.send(order)
+                while True:
+                    for message in runner.receive(0.1):
+                        progress = _progress_of(message, task.id)
+                        if progress is None:
+                            continue
+                        text = describe_preparation(progress)
+                        if text != shown and (shown or not progress.is_ready):
+                            shown = text
+                            view.progress(text)
+                        if progress.is_ready:
+                            return
+            except BaseException:
+                self.cancel(task.id, runner)
+                raise
+            finally:
+                if shown:
+                    view.progress("")
+
+    @staticmethod
+    def cancel(delivery_id: str, runner: RunnerProcess) -> None:
+        """Let go of what was prepared; nothing happens where a run has it."""
+        with contextlib.suppress(Exception):
+            runner.send(CancelDelivery(delivery_id))
+
     # -- runs ----------------------------------------------------------------------------------------------------
 
     def run(self, request: RunRequest, main: dict[str, Any], view: View, runner: RunnerProcess) -> RunOutcome:
@@ -276,6 +320,30 @@ class Session:
                 if piece.last:
                     return
                 yield piece.kind, piece.data
+
+
+def _progress_of(message: Any, delivery_id: str) -> DeliveryProgress | None:
+    """What a message says of a preparation; None where it is about something else.
+
+    Raises:
+        DeliveryError: if the preparation has ended.
+        RunnerLostError: if the runner has.
+    """
+    if isinstance(message, Denied):
+        raise RunnerLostError.of(message.reason, do="run the cell again: it starts a new runner")
+    if getattr(message, "delivery_id", "") != delivery_id:
+        return None
+    if isinstance(message, DeliveryFailed):
+        raise DeliveryError.of(message.reason, do="correct what it says; nothing has run on the ranks")
+    return message if isinstance(message, DeliveryProgress) else None
+
+
+def describe_preparation(progress: DeliveryProgress) -> str:
+    """How far a preparation is, as a bar and in numbers."""
+    filled = round(_BAR_CELLS * progress.share)
+    bar = "█" * filled + "·" * (_BAR_CELLS - filled)
+    parts = [f"{each.name} {each.ready} ready, {format_bytes(each.ready_bytes)}" for each in progress.loaders]
+    return f"preparing data {bar} {100 * progress.share:.0f} %: {'; '.join(parts)}"
 
 
 def visible_gpus(num_gpus: int, at_start: str | None, now: str | None) -> int:

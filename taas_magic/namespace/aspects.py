@@ -205,7 +205,9 @@ def attributes_of(obj: Any) -> dict[str, Any] | None:
 
 def _diff_class(obj: Any, taken: Any, view: View) -> Any:
     # A class by which FSDP shards a module means nothing without the module's shards, which stay in the ranks.
-    is_same = type(obj) is taken or any(kind.__name__ == "FSDPModule" for kind in type(obj).__mro__)
+    # What stands for a class while a cell runs is not meant to stay.
+    kind = getattr(type(obj), "_taas_stands_for", type(obj))
+    is_same = kind is taken or any(kind.__name__ == "FSDPModule" for kind in type(obj).__mro__)
     return SAME if is_same else type(obj)
 
 

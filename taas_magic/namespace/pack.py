@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from taas_magic.errors import CannotTravelError
@@ -40,6 +41,8 @@ SOURCES_RECORD = "\0sources"
 #: First of a parcel for ranks that have a namespace already: numbers of objects and blocks that the kernel has no more.
 SYNC_RECORD = "\0sync"
 UPDATE_RECORD, DELETE_RECORD = "\0update ", "\0delete "
+#: In front of what a value is called that is under no name of the notebook.
+VALUE_RECORD = "\0value "
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def pack_namespace(
     store: BlockStore | None = None,
     progress: Callable[[int, int], None] | None = None,
     sender: Sender | None = None,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> PackedNamespace:
     """Pack the selected names of ``main`` and all that they reach.
 
@@ -152,6 +156,7 @@ def pack_namespace(
         store: Has what was sent before, and keeps what is sent now.
         progress: Called with the bytes that are copied, and all that will be.
         sender: For ranks that have a namespace already.
+        values: More that has to travel, by what it is called; see :attr:`ReceivedNamespace.values`.
 
     Raises:
         CannotTravelError: naming the variable, the path to the culprit, its type, and what to do.
@@ -165,6 +170,7 @@ def pack_namespace(
             packing = _Packing(
                 main, selection, hidden or {}, left_out, cell_numbers or {}, first, regions, sender, has_large_bytes
             )
+            packing.values = {f"{VALUE_RECORD}{name}": value for name, value in values.items()}
             try:
                 packing.write_records(process_state)
             except HasLargeBytesError:
@@ -175,7 +181,7 @@ def pack_namespace(
                 raise sender.refusal(failure.label, failure.error) from failure.error
             except _RecordError as failure:
                 if failure.name in packing.needed_names:
-                    raise _cannot_travel(main, failure) from failure.error
+                    raise _cannot_travel(main, failure, values) from failure.error
                 left_out[failure.name] = str(failure.error).splitlines()[0] if str(failure.error) else "no pickle"
                 continue
             overlapping = packing.overlapping()
@@ -207,6 +213,8 @@ class _Packing:
     needed_names: set[str] = field(default_factory=set)
     #: Names that a value's methods use, and that came behind the value.
     late_names: set[str] = field(default_factory=set)
+    #: What travels under no name of the notebook, by label.
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def write_records(self, process_state: Any) -> None:
         """Write everything up to the last record."""
@@ -232,7 +240,7 @@ class _Packing:
             self._record(*self.sender.head())
         for name, why in self.first.items():
             self._enqueue((name,), why, in_functions=True)
-        self._enqueue(self.selection.needed, "the cell")
+        self._enqueue((*self.values, *self.selection.needed), "the cell")
         self._write_queue(is_needed=True)
         self._enqueue(self.selection.maybe, "the cell")
         self._write_queue(is_needed=False)
@@ -267,6 +275,12 @@ class _Packing:
                 self._items.append(self._pack_name(name))
             else:
                 self._enqueue(sorted(uses), f"{self._why} → {name}", in_functions=True)
+
+    def reached(self) -> set[int]:
+        """The ids of what was pickled."""
+        found = {id(obj) for _, obj in self._pickler.memo.copy().values()}
+        self._pickler.close()
+        return found
 
     def overlapping(self) -> list[tuple[int, int]]:
         """The memory that several of the blocks share in parts."""
@@ -311,12 +325,14 @@ class _Packing:
             heapq.heappush(self._queue, (order, self._num_queued, name))
 
     def _travels(self, name: str) -> bool:
+        if name in self.values:
+            return True
         if name not in self.main or name.startswith("__"):
             return False
         return not (name in self.hidden and self.hidden[name] is self.main[name])
 
     def _pack_name(self, name: str) -> TravelItem:
-        value = self.main[name]
+        value = self.values[name] if name in self.values else self.main[name]
         stream_before, blocks_before = self._stream.tell(), self._blocks.total_bytes
         why = self._why
         try:
@@ -359,6 +375,20 @@ def load_order(value: Any) -> int:
     if isinstance(value, types.ModuleType):
         return _MODULE
     return _DEFINITION if isinstance(value, (type, types.FunctionType)) else _VALUE
+
+
+def reached_by(main: dict[str, Any], selection: Selection, hidden: Mapping[str, Any]) -> set[int]:
+    """The ids of all objects that the selected names reach, by what they would be pickled with; nothing is copied."""
+    left_out: dict[str, str] = {}
+    with no_collection():
+        while True:
+            packing = _Packing(main, selection, hidden, left_out, {}, {}, has_large_bytes=True)
+            try:
+                packing.write_records(None)
+            except _RecordError as failure:
+                left_out[failure.name] = ""
+                continue
+            return packing.reached()
 
 
 class Origins(NamedTuple):
@@ -410,33 +440,36 @@ def _references_of_a_temporary() -> int:
 _REFERENCES_OF_A_TEMPORARY = _references_of_a_temporary()
 
 
-def _cannot_travel(main: dict[str, Any], failure: _RecordError) -> CannotTravelError:
-    culprit = diagnose(main, failure.name)
+def _cannot_travel(main: dict[str, Any], failure: _RecordError, values: Mapping[str, Any]) -> CannotTravelError:
+    name = failure.name.removeprefix(VALUE_RECORD)
+    culprit = diagnose(main, name, values[name] if name != failure.name else main[name])
     used_by = failure.why.removeprefix("the cell").removeprefix(" → ")
     reached = f" (used by {used_by.replace(' → ', ', then ')})" if used_by else ""
     if culprit is None:
         return CannotTravelError.of(
-            f"`{failure.name}`{reached} cannot be sent to the ranks: {failure.error}",
-            do=f"create `{failure.name}` in the cell",
+            f"`{name}`{reached} cannot be sent to the ranks: {failure.error}",
+            do=f"create `{name}` in the cell",
         )
     return CannotTravelError.of(
-        f"`{failure.name}`{reached} cannot be sent to the ranks: {culprit.describe()}",
+        f"`{name}`{reached} cannot be sent to the ranks: {culprit.describe()}",
         expected="values that can be pickled; nothing was started",
         do=culprit.advice,
     )
 
 
-def diagnose(main: dict[str, Any], name: str) -> Culprit | None:
-    """The object that keeps ``name`` from travelling, or None where it can travel."""
-    if try_pickle(main, main[name]) is None:
+def diagnose(
+    main: dict[str, Any], name: str, value: Any, pickler: type[NamespacePickler] = NamespacePickler
+) -> Culprit | None:
+    """The object that keeps ``value``, known as ``name``, from travelling, or None where it can travel."""
+    if try_pickle(main, value, pickler) is None:
         return None
-    return find_culprit(name, main[name], lambda obj: try_pickle(main, obj))
+    return find_culprit(name, value, lambda obj: try_pickle(main, obj, pickler))
 
 
-def try_pickle(main: dict[str, Any], obj: Any) -> BaseException | None:
+def try_pickle(main: dict[str, Any], obj: Any, kind: type[NamespacePickler] = NamespacePickler) -> BaseException | None:
     """Pickle ``obj`` alone, keeping nothing; the error, or None."""
     try:
-        with NamespacePickler(Nowhere(), main, OutgoingBlocks()) as pickler:
+        with kind(Nowhere(), main, OutgoingBlocks()) as pickler:
             pickler.dump(obj)
     except Exception as error:  # noqa: BLE001 - whatever keeps it from being pickled
         return error
@@ -465,10 +498,12 @@ class ReceivedNamespace:
     Attributes:
         common: The objects and blocks that came.
         sources: Source text and execution count by code file name.
+        values: What came under no name of the notebook, by what it is called.
     """
 
     common: Common
     sources: dict[str, tuple[str, int | None]]
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 class Receiver(Protocol):
@@ -499,6 +534,7 @@ def load_namespace(
     context = Loading(incoming, main, common.memory, maps_bytes=True)
     unpickler = ParcelUnpickler(context, common.objects)
     sources: dict[str, tuple[str, int | None]] = {}
+    values: dict[str, Any] = {}
     with loading(context), no_collection():
         for label, _ in incoming.manifest.records:
             try:
@@ -519,6 +555,8 @@ def load_namespace(
                 receiver.take_update(int(number), aspect, value)
             elif label.startswith(DELETE_RECORD):
                 main.pop(label.removeprefix(DELETE_RECORD), None)
+            elif label.startswith(VALUE_RECORD):
+                values[label.removeprefix(VALUE_RECORD)] = value
             else:
                 main[label] = value
     memo = unpickler.memo.copy()
@@ -526,4 +564,4 @@ def load_namespace(
     objects = {number: obj for number, obj in memo.items() if number not in temporaries}
     common.add_objects(incoming.manifest.first_object, objects, len(memo))
     common.memory.add_received(incoming)
-    return ReceivedNamespace(common, sources)
+    return ReceivedNamespace(common, sources, values)

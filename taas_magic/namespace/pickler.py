@@ -483,6 +483,15 @@ def _tensor_state(tensor: Any) -> dict[str, Any]:
     return state
 
 
+def reduce_exception(error: BaseException) -> Any:
+    """Past a constructor written in Python, which need not take ``args``; None where pickle's own way will do."""
+    kind = type(error)
+    is_default = kind.__reduce__ is BaseException.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+    if is_default and any(isinstance(each, types.FunctionType) for each in (kind.__init__, kind.__setattr__)):
+        return rebuild.exception, (kind, error.args), error.__dict__, None, None, rebuild.exception_state
+    return None
+
+
 def _reduce_generator(generator: Any) -> Any:
     return rebuild.generator, (generator.get_state(), generator.device.type)
 

@@ -14,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from taas_magic.client.failures import describe_exit, exception_of
 from taas_magic.client.progress import Progress
 from taas_magic.client.run import RunOutcome, RunRequest
+from taas_magic.client.runner_process import RunnerProcess
 from taas_magic.client.session import (
     Kept,
     Place,
@@ -23,12 +24,14 @@ from taas_magic.client.session import (
     store_budget_bytes,
     visible_gpus,
 )
+from taas_magic.data.registry import Registration, registrations
 from taas_magic.envfile import read_env_file
-from taas_magic.errors import CannotTravelError, PlacementError, PragmaError
+from taas_magic.errors import CannotTravelError, PlacementError
 from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.names import CellNames, names_of_cell
-from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace
+from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace, reached_by
+from taas_magic.notebook.delivery import describe_delivery, loaders_of_cell, nothing_registered, plan_delivery
 from taas_magic.notebook.imports import packages_of
 from taas_magic.notebook.plan import describe_plan
 from taas_magic.notebook.view import NotebookView
@@ -94,7 +97,6 @@ def run_cell(
         BaseException: whatever the cell raised.
     """
     pragma = parsed.pragma
-    _refuse_unsupported(pragma)
     settings = load_settings(Path.cwd(), os.environ)
     environment = _environment(pragma)
     session.warm_up()
@@ -107,8 +109,11 @@ def run_cell(
     # Packed before the zygote is waited for: what cannot travel is said at once.
     packed = _pack(shell, names, pragma, environment, session, view, kept, anew)
     try:
+        loaders = _registered_loaders(shell, names, pragma, packed, kept)
         if pragma.dry_run:
             print(describe_plan(packed, sorted(names.bound)))
+            if pragma.cpus is not None:
+                print(describe_delivery(loaders, pragma, settings.delivery.processes))
             return
         runner, ready = session.ready_runner(view)
         visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -124,7 +129,13 @@ def run_cell(
         if kept is not None and kept.mirror.unsent:
             lines = [f"  {paths}: {reason}" for paths, reason in _by_reason(kept.mirror.unsent)]
             view.notice("\n".join(["cannot be sent, the ranks keep what they had:", *lines]))
-        outcome = session.run(request, shell.user_ns, view, runner)
+        _deliver(shell, loaders, packed, pragma, settings, request, session, view, runner)
+        try:
+            outcome = session.run(request, shell.user_ns, view, runner)
+        finally:
+            if request.delivery_id:
+                # A run that was never started would leave it.
+                session.cancel(request.delivery_id, runner)
     finally:
         packed.parcel.close()
     mirror = request.mirror
@@ -226,14 +237,47 @@ def number_of_cell(shell: InteractiveShell) -> int:
     return shell.execution_count if history is None else len(history.input_hist_raw) - 1
 
 
-def _refuse_unsupported(pragma: Pragma) -> None:
-    if pragma.cpus is not None or pragma.units is not None:
-        flag = "--cpus" if pragma.cpus is not None else "--units"
-        raise PragmaError.of(
-            f"{flag}: this release has no data delivery yet, so no machine would prepare the data",
-            expected="a pragma without --cpus and --units",
-            do=f"leave {flag} out; the DataLoader then works in the ranks, as it is",
-        )
+def _registered_loaders(
+    shell: InteractiveShell, names: CellNames, pragma: Pragma, packed: PackedNamespace, kept: Kept | None
+) -> list[tuple[int, Registration]]:
+    """The registered loaders that the cell uses; none without ``--cpus``."""
+    if pragma.cpus is None or not registrations():
+        return []
+    if kept is None:
+        return loaders_of_cell(packed.common)
+    # Kept ranks know loaders of earlier cells, too.
+    selection = Selection(tuple(dict.fromkeys((*names.needed, *pragma.with_names))), names.maybe)
+    return loaders_of_cell(packed.common, reached_by(shell.user_ns, selection, _hidden(shell)))
+
+
+def _deliver(  # noqa: PLR0917 - everything that a delivery depends on
+    shell: InteractiveShell,
+    loaders: list[tuple[int, Registration]],
+    packed: PackedNamespace,
+    pragma: Pragma,
+    settings: Settings,
+    request: RunRequest,
+    session: Session,
+    view: NotebookView,
+    runner: RunnerProcess,
+) -> None:
+    """Have what registered loaders yield prepared, before the ranks start."""
+    if pragma.cpus is None:
+        return
+    if not loaders:
+        view.notice(nothing_registered())
+        return
+    task = request.task
+    delivery = plan_delivery(
+        shell.user_ns, loaders, packed.common, pragma, settings, task.environment, session.store, task.run_id
+    )
+    try:
+        for notice in delivery.notices:
+            view.notice(notice)
+        session.prepare(delivery.task, delivery.packed.parcel, view, runner)
+    finally:
+        delivery.packed.parcel.close()
+    request.delivery_id = delivery.task.id
 
 
 def rank_environment() -> dict[str, str]:
@@ -363,7 +407,7 @@ def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings:
 
 
 def _notices(outcome: RunOutcome) -> list[str]:
-    notices = []
+    notices = list(outcome.ended.delivery)
     if outcome.unwrapped:
         names = ", ".join(f"`{name}`" for name in outcome.unwrapped)
         notices.append(f"{names} came home as the module inside (a DDP wrapper needs its process group)")

@@ -86,6 +86,8 @@ def _status(extension: Extension, arguments: list[str]) -> None:
         print(f"run {status.run_id}: {format_seconds(status.seconds)}")
         for rank, (phase, pid) in enumerate(status.ranks):
             print(f"  rank {rank}: {phase}, pid {pid}")
+        for line in status.delivery:
+            print(f"  {line}")
     if extension.plain_cells is not None:
         print(f"plain cells run on {plural(extension.plain_cells.gpus, 'rank')}, until `%taas auto off`")
     kept = extension.session.kept

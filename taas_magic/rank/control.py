@@ -29,7 +29,6 @@ from taas_magic.wire import (
     HomeFailed,
     HomeProgress,
     InputLine,
-    Message,
     PackAgain,
     RankDisplay,
     RankHome,
@@ -38,6 +37,8 @@ from taas_magic.wire import (
     Settle,
     ToRank,
 )
+from taas_magic.wire_base import Message
+from taas_magic.wire_data import ConnectDelivery
 
 #: How often rank 0 says how far it is with packing.
 _PROGRESS_S = 0.3
@@ -62,6 +63,8 @@ class Control:
         #: Whether this rank may close connections to free its peers and itself; rank 0 may not, it has work to save.
         self.may_close_connections = False
         self.cell_is_over = False
+        #: How to get at the data that is delivered, with the descriptors for it; None where none is.
+        self.delivery: tuple[ConnectDelivery, list[int]] | None = None
 
     def has_message(self) -> bool:
         """Whether the runner has said something that is not read yet."""
@@ -73,6 +76,9 @@ class Control:
             message, descriptors = self._channel.receive()
         except ChannelClosedError:
             os._exit(0)
+        if isinstance(message, ConnectDelivery):
+            self.delivery = message, descriptors
+            return self.await_task()
         if not isinstance(message, Begin):
             raise TypeError(f"a rank's first message must be Begin, not {type(message).__name__}")
         return message.task, descriptors
@@ -149,6 +155,9 @@ class Control:
             try:
                 if isinstance(message, (Begin, Settle, Exit)):
                     self._next.put((message, descriptors))
+                elif isinstance(message, ConnectDelivery):
+                    # Before the cell that it is for, which is then found in the queue.
+                    self.delivery = message, descriptors
                 else:
                     self._carry_out(message)
             except Exception:  # noqa: BLE001 - said, and obeyed on

@@ -18,6 +18,8 @@ from typing import Any
 import setproctitle
 
 import taas._place
+from taas_magic.channel import Channel
+from taas_magic.data import delivered
 from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import KeptNamespace
 from taas_magic.namespace.pack import Selection, load_namespace, pack_namespace, pack_value
@@ -41,6 +43,7 @@ from taas_magic.wire import (
     Settle,
     Spawn,
 )
+from taas_magic.wire_data import ToDataRank
 
 
 def run_rank(spawn: Spawn, stdout_fd: int, stderr_fd: int, control_socket: socket.socket) -> None:
@@ -93,6 +96,8 @@ class _Rank:
         self._guard: WriteGuard | None = None
         self._kept: KeptNamespace | None = None
         self._lasting_explanations: list[Explain] = []
+        #: What the notebook and this rank have in common, until registered loaders are found among it.
+        self._objects: dict[int, Any] = {}
         self._task: CellTask
 
     def serve(self, task: CellTask, parcel_fds: list[int]) -> bool:
@@ -135,6 +140,7 @@ class _Rank:
         self._explanations = [missing_name_hint(task.other_names, task.left_out), *self._lasting_explanations]
         try:
             self._load(control, parcel_fds)
+            self._attach_loaders()
             error = self._run_cell(control)
             # From here on an interrupt has nothing to interrupt; it could only keep the cell's work from coming home.
             control.cell_is_over = True
@@ -143,6 +149,7 @@ class _Rank:
             # Loading failed, or an interrupt came between: nothing of the cell has run.
             error = failure
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._detach_loaders()
         output.flush()
         self._report(control, error)
         if control.home is not None:
@@ -164,7 +171,7 @@ class _Rank:
         rank, local_rank = self._spawn.rank, self._spawn.local_rank
         world_size = int(self._spawn.environment["WORLD_SIZE"])
         setproctitle.setproctitle(f"taas: rank {rank}")
-        taas._place.current = taas._place.Place(rank, world_size, local_rank)
+        taas._place.current = taas._place.Place(rank, world_size, local_rank, is_in_run=True)
         environment = {**self._task.environment, **self._spawn.environment}
         threads = max(1, (os.cpu_count() or 1) // int(self._spawn.environment["LOCAL_WORLD_SIZE"]))
         threads = int(environment.setdefault("OMP_NUM_THREADS", str(threads)) or threads)
@@ -217,9 +224,29 @@ class _Rank:
         for fd in parcel_fds:
             os.close(fd)
         shell.add_sources(self._shell, received.sources)
+        self._objects = received.common.objects if control.delivery is not None else {}
         if self._spawn.rank == 0:
             tracker = Tracker(received.common, self._main, self._own_names.union(self._task.ignored_names))
             control.home = Homebringer(control, tracker, self._last_value, self._kept)
+
+    def _detach_loaders(self) -> None:
+        """Have them be what they were; a cell that could not begin has not taken its delivery either."""
+        delivered.detach()
+        if self._control.delivery is not None:
+            for fd in self._control.delivery[1]:
+                os.close(fd)
+            self._control.delivery, self._objects = None, {}
+
+    def _attach_loaders(self) -> None:
+        """Have the registered loaders deliver what producers make, for as long as the cell runs."""
+        if self._control.delivery is None:
+            return
+        (message, (socket_fd, arena_fd)), self._control.delivery = self._control.delivery, None
+        objects, self._objects = self._objects, {}
+        channel: Channel[ToDataRank] = Channel(socket.socket(fileno=socket_fd), ToDataRank)
+        shared = {number: objects[number] for number in message.shared if number in objects}
+        connection = delivered.Connection(channel, arena_fd, message.num_ranks, shared)
+        delivered.attach(connection, message.loaders, objects, message.num_ranks)
 
     def _take_over_environment(self, before: dict[str, str]) -> None:
         """Set the variables that the notebook has changed since the cell before; the ranks' own changes stay."""

@@ -10,7 +10,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from taas_magic.namespace import rebuild
+from taas_magic.data.delivered import ProducerTracebackError
+from taas_magic.namespace.pickler import reduce_exception
 from taas_magic.wire import FailureReport
 
 #: Looks at an exception and returns what a user should know about it, or None.
@@ -26,6 +27,9 @@ def report_failure(
     """Describe ``error``; the notes that ``explanations`` find become part of it."""
     at = time.monotonic()
     _drop_signal_handler(error)
+    if isinstance(error.__cause__, ProducerTracebackError):
+        # What explains exceptions of this rank says nothing of those that came from elsewhere.
+        explanations = ()
     for explain in explanations:
         note = _quietly(explain, error)
         if note:
@@ -99,17 +103,10 @@ def _pickler(stream: io.BytesIO) -> Any:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, (type, types.FunctionType)) and _is_in_main(obj):
                 return obj.__qualname__
-            if isinstance(obj, BaseException) and _has_constructor_of_its_own(type(obj)):
-                return rebuild.exception, (type(obj), obj.args), obj.__dict__, None, None, rebuild.exception_state
-            return super().reducer_override(obj)
+            reduced = reduce_exception(obj) if isinstance(obj, BaseException) else None
+            return reduced or super().reducer_override(obj)
 
     return Pickler(stream, protocol=5)
-
-
-def _has_constructor_of_its_own(kind: type[BaseException]) -> bool:
-    """Whether pickle would call a constructor written in Python with ``args``, which it need not take."""
-    is_default = kind.__reduce__ is BaseException.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
-    return is_default and any(isinstance(each, types.FunctionType) for each in (kind.__init__, kind.__setattr__))
 
 
 def _is_in_main(obj: Any) -> bool:

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import setproctitle
 
+from taas_magic import processes
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.rank import landlock, processes, rulesets
+from taas_magic.rank import landlock, rulesets
 from taas_magic.rank.writes import degraded_notice, writable_for_all
 from taas_magic.wire import (
     AgentExited,
     EndRun,
     FromAgent,
     GuardedProject,
-    Message,
     PrepareRun,
     RankDescriptors,
     RankExited,
@@ -38,6 +38,7 @@ from taas_magic.wire import (
     StopRanks,
     ToRunZygote,
 )
+from taas_magic.wire_base import Message
 
 
 def serve(control: socket.socket) -> None:

@@ -21,8 +21,9 @@ import time
 
 import setproctitle
 
+from taas_magic import processes
 from taas_magic.channel import Channel, ChannelClosedError, decoder_of
-from taas_magic.rank import output, preload, processes, rehearse
+from taas_magic.rank import delivery, output, preload, rehearse
 from taas_magic.wire import (
     ForkPreloaded,
     FromAgent,
@@ -32,6 +33,33 @@ from taas_magic.wire import (
     ToRunZygote,
     ToZygote,
     Warm,
+)
+from taas_magic.wire_data import (
+    FromDataRank,
+    FromNursery,
+    FromProducer,
+    StartDelivery,
+    ToCoordinator,
+    ToDataRank,
+    ToDelivery,
+    ToNursery,
+    ToProducer,
+)
+
+#: What descends from here receives; each decoder takes a millisecond to build.
+_MESSAGES = (
+    ToRunZygote,
+    FromAgent,
+    ToAgent,
+    ToRank,
+    ToDelivery,
+    ToCoordinator,
+    ToNursery,
+    FromNursery,
+    ToProducer,
+    FromProducer,
+    FromDataRank,
+    ToDataRank,
 )
 
 
@@ -73,12 +101,13 @@ def _import_what_ranks_use() -> None:
     import torch.utils.data  # noqa: F401
 
     import taas  # noqa: F401
+    from taas_magic.data import coordinator, producer  # noqa: F401
     from taas_magic.rank import agent, entry, run_zygote  # noqa: F401
     from taas_magic.rank.shell import prepare_shell
 
     prepare_shell()
     entry.prepare()
-    for messages in (ToRunZygote, FromAgent, ToAgent, ToRank):
+    for messages in _MESSAGES:
         decoder_of(messages)
     # What imports registered for the end of this process is not for the ranks to run, eight times; but they have
     # to end their own child processes.
@@ -120,6 +149,8 @@ def _serve(channel: Channel[ToZygote]) -> None:
             return
         if isinstance(message, StartRun):
             own.add(_fork_run_zygote(channel, watch, descriptors[0]))
+        elif isinstance(message, StartDelivery):
+            own.add(_fork_delivery(channel, watch, descriptors[0]))
         else:
             if preloaded in own:
                 # The runner has let go of it and has no run in it; it may be busy importing for seconds yet.
@@ -137,6 +168,20 @@ def _fork_run_zygote(channel: Channel[ToZygote], watch: processes.ChildWatch, co
         run_zygote.serve(socket.socket(fileno=control_fd))
 
     pid = processes.fork(be_run_zygote)
+    os.close(control_fd)
+    return pid
+
+
+def _fork_delivery(channel: Channel[ToZygote], watch: processes.ChildWatch, control_fd: int) -> int:
+    parent = os.getpid()
+
+    def be_delivery() -> None:
+        channel.close()
+        watch.close()
+        processes.die_with_parent(parent)
+        delivery.serve(socket.socket(fileno=control_fd))
+
+    pid = processes.fork(be_delivery)
     os.close(control_fd)
     return pid
 

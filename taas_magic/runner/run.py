@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,8 +51,6 @@ from taas_magic.wire import (
     InputReply,
     InputRequest,
     Interrupt,
-    MemoryFile,
-    Message,
     Notice,
     Output,
     OutputTaken,
@@ -75,6 +74,10 @@ from taas_magic.wire import (
     Submit,
     TransferProgress,
 )
+from taas_magic.wire_base import MemoryFile, Message
+
+if TYPE_CHECKING:
+    from taas_magic.runner.delivery import Delivery
 
 #: Output that the kernel may have waiting, unseen.
 _WINDOW_BYTES = 1024 * 1024
@@ -149,6 +152,8 @@ class Run:
         #: Records that the kernel cannot load.
         self._excluded: list[str] = []
         self._oom_kills = oom_kills()
+        #: What prepares its data, if something does.
+        self.delivery: Delivery | None = None
         for rank, pid in pids.items():
             self._forked(rank, pid)
 
@@ -160,6 +165,28 @@ class Run:
             return
         yield Source(self.link.channel.fileno(), self._hear_run_zygote)
         yield from self.rank_sources()
+        if self.delivery is not None:
+            yield from self.delivery.sources()
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Take over the delivery that was prepared for it: from here on it ends with the run."""
+        self.delivery = delivery
+        delivery.follow(
+            lambda kind, data: self.log.append(
+                0, "stdout" if kind == "stdout" else "stderr", data, sealed=self._cursor
+            ),
+            lambda text: self._send(Notice(self.id, text)),
+            lambda reason: self._do(self.state.delivery_lost(reason, time.monotonic())),
+        )
+
+    def _end_delivery(self) -> list[str]:
+        """End the delivery; returns what there is to say of it."""
+        if self.delivery is None:
+            return []
+        delivery, self.delivery = self.delivery, None
+        summary = delivery.final_summary()
+        delivery.close()
+        return summary
 
     def rank_sources(self) -> Iterator[Source]:
         """What comes from the ranks themselves."""
@@ -406,6 +433,7 @@ class Run:
                 self.link.ranks[rank].send(message)
 
     def _conclude(self) -> None:
+        delivery = self._end_delivery()
         if self.state.stays:
             self.over = True
             self._close_parcel()
@@ -438,11 +466,13 @@ class Run:
             kept_id=self.directory.name if state.stays else "",
             group_is_broken=state.group_is_broken,
             forgotten=sorted(self._forgotten),
+            delivery=delivery,
         )
         self.send_output()
 
     def abandon(self) -> None:
         """The kernel has gone: end everything at once."""
+        self._end_delivery()
         self.link.send(EndRun())
 
     def _finish(self) -> None:

@@ -223,6 +223,13 @@ class RunState:
             self._stop(StopCause.LOST, now)
         return self.tick(now)
 
+    def delivery_lost(self, reason: str, now: float) -> list[Instruction]:
+        """What delivers the ranks' data has ended."""
+        if not self.concluded and self._ranks_in(RankPhase.PLANNED, *BUSY):
+            self.detail = self.detail or reason
+            self._stop(StopCause.LOST, now)
+        return self.tick(now)
+
     def processes_lost(self, reason: str, now: float) -> list[Instruction]:
         """No process of the run is left, and nobody had asked for that."""
         if self.concluded:

@@ -23,6 +23,7 @@ import setproctitle
 import zmq
 
 from taas_magic.channel import ChannelClosedError
+from taas_magic.runner.delivery import Delivery
 from taas_magic.runner.kept import KeptRanks
 from taas_magic.runner.output_log import OutputLog
 from taas_magic.runner.preloading import Preloading
@@ -39,7 +40,6 @@ from taas_magic.wire import (
     ImportsDone,
     KeptEnded,
     LogPiece,
-    Message,
     Preload,
     ReadLog,
     ReadStatus,
@@ -52,6 +52,8 @@ from taas_magic.wire import (
     Warm,
     Welcome,
 )
+from taas_magic.wire_base import Message
+from taas_magic.wire_data import CancelDelivery, DeliveryFailed, PrepareDelivery
 
 _KEPT_RUNS = 20
 _KEPT_BYTES = 2 * 2**30
@@ -84,6 +86,8 @@ class Server:
         self._ready: Ready | None = None
         self._run: Run | None = None
         self._ending: list[Run] = []
+        #: What is being prepared for the next run.
+        self._delivery: Delivery | None = None
         #: Ranks that wait for another cell, and those that are on their way to their end.
         self._kept: KeptRanks | None = None
         self._leaving: list[KeptRanks] = []
@@ -109,6 +113,7 @@ class Server:
                 run.abandon()
             for kept in [*self._leaving, *([self._kept] if self._kept else [])]:
                 kept.kill()
+            self._close_delivery()
             self._zygote.close(is_warm=self._ready is not None)
             if not keep_directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
@@ -165,7 +170,7 @@ class Server:
             sources.append(Source(self._preloading.fileno, self._preloading.hear))
         if self._standby.fileno is not None:
             sources.append(Source(self._standby.fileno, self._standby.hear))
-        for run in (self._run, *self._ending, self._kept, *self._leaving):
+        for run in (self._run, *self._ending, self._kept, *self._leaving, self._delivery):
             if run is not None:
                 sources += run.sources()
         return sources
@@ -218,7 +223,7 @@ class Server:
                 continue
             self._obey(frames[0], message)
 
-    def _obey(self, sender: bytes, message: ToRunner) -> None:  # noqa: C901 - a table of messages
+    def _obey(self, sender: bytes, message: ToRunner) -> None:  # noqa: C901, PLR0912 - a table of messages
         if isinstance(message, Hello):
             self._welcome(sender, message)
         elif sender != self._client:
@@ -236,6 +241,11 @@ class Server:
         elif isinstance(message, Preload):
             self._preloading.want(message)
             self._owes_imports = True
+        elif isinstance(message, PrepareDelivery):
+            self._prepare(message)
+        elif isinstance(message, CancelDelivery):
+            if self._delivery is not None and self._delivery.task.id == message.delivery_id:
+                self._close_delivery()
         elif isinstance(message, Shutdown):
             self._stop = True
         else:
@@ -257,6 +267,46 @@ class Server:
         if self._ready is not None:
             self._send(self._ready)
 
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, order: PrepareDelivery) -> None:
+        """Start producers for a run that will come."""
+        self._close_delivery()
+        task = msgspec.structs.replace(order.task, run_dirs=str(self._directory))
+        with contextlib.ExitStack() as closing:
+            try:
+                fds = []
+                for file in (order.parcel, *order.segments):
+                    fds.append(file.open())
+                    closing.callback(os.close, fds[-1])
+                preloaded = self._preloading.fit_for(task.environment)
+                self._delivery = Delivery(task, fds, self._zygote, preloaded, self._send)
+            except OSError as error:
+                self._send(DeliveryFailed(task.id, f"no data can be prepared: {error}"))
+
+    def _close_delivery(self) -> None:
+        if self._delivery is not None:
+            self._delivery.close()
+            self._delivery = None
+
+    def _close_untaken(self, delivery: Delivery) -> None:
+        if self._run is None or self._run.delivery is not delivery:
+            delivery.close()
+
+    def _take_delivery(self, submit: Submit) -> Delivery | None:
+        """The delivery that was prepared for a run.
+
+        Raises:
+            OSError: if it has ended.
+        """
+        delivery, self._delivery = self._delivery, None
+        if submit.delivery_id and (delivery is None or delivery.task.id != submit.delivery_id or delivery.ended):
+            raise ProcessLookupError(delivery.ended if delivery is not None else "its data is not prepared any more")
+        if delivery is not None and not submit.delivery_id:
+            delivery.close()
+            return None
+        return delivery
+
     def _submit(self, submit: Submit) -> None:
         run_id = submit.task.run_id
         if self._run is not None:
@@ -275,14 +325,19 @@ class Server:
                 self._send(Denied(f"the cell's state cannot be read: {error}", run_id))
                 return
             try:
-                self._run = self._resume(submit, parcel_fds) if submit.kept_id else self._start(submit, parcel_fds)
+                delivery = self._take_delivery(submit)
+                if delivery is not None:
+                    # Until a run has taken it over.
+                    closing.callback(self._close_untaken, delivery)
+                start = self._resume if submit.kept_id else self._start
+                self._run = start(submit, parcel_fds, delivery)
             except OSError as error:
                 # No descriptors, no disk, the same id again, a zygote that has just ended.
                 self._send(Denied(f"the run cannot be started: {error}", run_id))
                 return
         self._keep(self._run)
 
-    def _resume(self, submit: Submit, parcel_fds: list[int]) -> Run:
+    def _resume(self, submit: Submit, parcel_fds: list[int], delivery: Delivery | None) -> Run:
         """Run a cell in ranks that were kept.
 
         Raises:
@@ -296,6 +351,9 @@ class Server:
         pids = dict(enumerate(last.pids))
         run = Run(submit, last.link, last.directory, self._send, pids=pids, is_resumed=True)
         try:
+            if delivery is not None:
+                delivery.connect(last.link.ranks)
+                run.deliver(delivery)
             last.link.begin(task, parcel_fds)
         except OSError:
             kept.release("a rank had ended")
@@ -303,7 +361,7 @@ class Server:
         self._kept = None
         return run
 
-    def _start(self, submit: Submit, parcel_fds: list[int]) -> Run:
+    def _start(self, submit: Submit, parcel_fds: list[int], delivery: Delivery | None) -> Run:
         """Start the processes of a run.
 
         Raises:
@@ -320,8 +378,12 @@ class Server:
             undo.callback(shutil.rmtree, run_directory, ignore_errors=True)
             link, pids = self._standby.take(task.num_ranks, preloaded, self._guarded_by(task))
             undo.callback(link.close)
+            if delivery is not None:
+                delivery.connect(link.ranks)
             link.begin(task, parcel_fds)
             run = Run(submit, link, run_directory, self._send, pids=pids)
+            if delivery is not None:
+                run.deliver(delivery)
             undo.pop_all()
         return run
 
@@ -365,6 +427,7 @@ class Server:
             kept=[(run_id, num_ranks) for run_id, (_, num_ranks) in self._logs.items()],
             kept_pids=self._kept.last.pids if self._kept else [],
             kept_for_s=self._kept.remaining_s if self._kept else 0.0,
+            delivery=run.delivery.describe() if run and run.delivery else [],
         )
 
 

@@ -17,12 +17,12 @@ from taas_magic.wire import (
     FromRunZygote,
     FromZygote,
     GuardedProject,
-    Message,
     PrepareRun,
     RankDescriptors,
     RunBegins,
     StartRun,
 )
+from taas_magic.wire_base import Message
 
 #: A warm zygote has ended what descends from it by then.
 _END_S = 4.0

@@ -1,31 +1,37 @@
-"""docs/protocol.md and taas_magic/wire.py say the same."""
+"""docs/protocol.md says the same as taas_magic/wire.py and taas_magic/wire_data.py."""
 
 from __future__ import annotations
 
+import pickle
 import re
+import struct
 import typing
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from taas_magic import wire
+from taas_magic import wire, wire_data
+from taas_magic.data import elements, extents, transports
 from taas_magic.namespace import blocks
-from taas_magic.wire import Message
+from taas_magic.wire_base import Message
 
 PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
 SECTIONS = {
     match[1]: match[2] for match in re.finditer(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
 }
 ENTRIES = {match[1]: match[2] for match in re.finditer(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)}
+#: What either module defines, or takes from the other or from wire_base.
+MEMBERS = [member for module in (wire, wire_data) for member in vars(module).items()]
 STRUCTS = {
-    name: value
-    for name, value in vars(wire).items()
+    value.__name__: value
+    for _, value in MEMBERS
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not Message
 }
 UNIONS = {
     name: {member.__name__ for member in (typing.get_args(value) or (value,))}
-    for name, value in vars(wire).items()
+    for name, value in MEMBERS
     if re.fullmatch(r"(To|From)[A-Z]\w+", name)
 }
 
@@ -41,6 +47,11 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
         return ""
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
+
+
+def test_no_name_has_two_meanings() -> None:
+    both = vars(wire).keys() & vars(wire_data).keys() & (STRUCTS.keys() | UNIONS.keys())
+    assert all(getattr(wire, name) is getattr(wire_data, name) for name in both)
 
 
 def test_every_message_is_described_and_no_other() -> None:
@@ -61,6 +72,19 @@ def test_every_field_is_described_with_its_type_and_default(name: str) -> None:
 def test_every_message_says_when(name: str) -> None:
     prose = [line for line in ENTRIES[name].splitlines() if line and not line.startswith("|")]
     assert prose
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_what_is_an_array_is_said_to_be_one(name: str) -> None:
+    prose = " ".join(line for line in ENTRIES[name].splitlines() if not line.startswith("|"))
+    is_array = STRUCTS[name].__struct_config__.array_like
+    assert ("An array on the wire, with the fields in this order." in prose) == is_array
+
+
+def test_what_is_an_array_is_listed() -> None:
+    (listed,) = re.findall(r"^(`[^.]*), of which there is one an element, are no maps but arrays", PAGE, re.MULTILINE)
+    arrays = {name for name, cls in STRUCTS.items() if cls.__struct_config__.array_like}
+    assert set(re.findall(r"`(\w+)`", listed)) == arrays
 
 
 @pytest.mark.parametrize("name", UNIONS)
@@ -94,6 +118,48 @@ def test_the_parcel_is_described_as_it_is() -> None:
     assert {field.name for field in msgspec.structs.fields(blocks.Manifest)} <= documented
     block = next(row for row in rows(text) if row[0] == "`blocks`")[1]
     assert block.split("(")[1].split(")")[0].count(",") + 1 == len(msgspec.structs.fields(blocks.BlockExtent))
+
+
+def test_elements_are_described_as_they_are() -> None:
+    text = SECTIONS["Elements"]
+    header, entry, number = elements._HEADER, elements._ENTRY, elements._NUMBER
+    assert (header.format, entry.format, number.format) == ("<IIQ", "<QQ", "<I")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in table[2:]] == [
+        ["0", "4"],
+        ["4", "4"],
+        ["8", "8"],
+        [f"{header.size}", f"{entry.size} each"],
+        ["", f"{number.size} each"],
+        ["", ""],
+        ["", ""],
+    ]
+    assert f"aligned to {extents.LINE_BYTES} bytes" in text
+    prose = " ".join(text.split())
+    assert f"a multiple of {extents.LINE_BYTES} bytes, or of a page from {extents.PAGE_BYTES // 1024} KiB on" in prose
+
+
+def test_elements_are_laid_out_as_they_are_described() -> None:
+    array, buffer = np.arange(3, dtype=np.int64), b"spam"
+    data = elements.Encoder({}).encode([array, pickle.PickleBuffer(buffer)]).to_bytes()
+    num_buffers, num_asked_for, stream_size = struct.unpack_from("<IIQ", data)
+    assert (num_buffers, num_asked_for) == (2, 1)
+    table = [struct.unpack_from("<QQ", data, 16 + 16 * number) for number in range(2)]
+    assert struct.unpack_from("<I", data, 48) == (1,)
+    stream = data[52 : 52 + stream_size]
+    assert stream.startswith(pickle.PROTO + b"\x05")
+    assert stream.endswith(pickle.STOP)
+    assert [offset % 64 for offset, _ in table] == [0, 0]
+    assert [data[offset : offset + size] for offset, size in table] == [array.tobytes(), buffer]
+
+
+def test_the_connection_is_described_as_it_is() -> None:
+    prose = " ".join(SECTIONS["Over a connection"].split())
+    assert transports._GREETING.format == "<32sI"
+    assert "32 bytes, and its number as an unsigned 32-bit little-endian integer" in prose
+    assert transports._FRAME.format == "<I"
+    assert "its size in bytes before it, as an unsigned 32-bit little-endian integer" in prose
+    assert f"at most {transports._MAX_MESSAGE_BYTES // 2**20} MiB" in prose
 
 
 def test_limits_are_as_they_are() -> None:

@@ -116,7 +116,6 @@ def test_the_cell_magic_is_the_same(notebook: Notebook) -> None:
         ("#pragma taas --gpus 0\nran = True", "--gpus"),
         ("#pragma taas --gpus 2 --gpus 2\nran = True", "a second time"),
         ("ran = True\n#pragma taas --gpus 2", "first"),
-        ("#pragma taas --gpus 2 --cpus 4\nran = True", "no data delivery yet"),
         ("#pragma taas --gpus 2 --with nothing_such\nran = True", "nothing_such"),
     ],
 )

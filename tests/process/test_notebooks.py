@@ -78,7 +78,7 @@ def environment(private: str) -> dict[str, str]:
     return {**os.environ, **own, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-@pytest.mark.parametrize("name", ["quickstart.ipynb", "lightning.ipynb"])
+@pytest.mark.parametrize("name", ["quickstart.ipynb", "lightning.ipynb", "data_delivery.ipynb"])
 def test_no_output_has_a_path_of_who_ran_it(name: str) -> None:
     text = (NOTEBOOKS / name).read_text()
     assert not re.findall(r"(?:/(?:home|root|usr|tmp)/|site-packages)\S*", text)
@@ -113,6 +113,18 @@ def test_lightning_notebook_trains_a_classifier(tmp_path: Path) -> None:
     assert "epoch 5: accuracy" in executed.text("more")
     assert "epoch 1: accuracy" not in executed.text("more")
     assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 1
+
+
+def test_data_delivery_notebook_shows_the_wait_before_and_after(tmp_path: Path) -> None:
+    executed = execute("data_delivery.ipynb", tmp_path)
+    before, after = (float(re.findall(r"waited ([\d.]+) s", executed.text(cell))[0]) for cell in ("before", "after"))
+    assert after < before / 2
+    assert "preparing data" in executed.text("after")
+    assert any("image/png" in output["data"] for output in executed.of_type("plot", "display_data"))
+    # Both ranks took 25 of the 50 batches.
+    (units,) = executed.of_type("units", "execute_result")
+    assert units["data"]["text/plain"] == "25"
+    assert "the units are used up: 50 of 50" in executed.text("units")
 
 
 def test_each_step_of_the_tutorial_works(tmp_path: Path) -> None:

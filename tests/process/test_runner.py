@@ -18,7 +18,7 @@ import zmq
 from process.kernel import KernelGoneError, Notebook, warm_notebook
 from process.watch import await_condition, await_gone, below, only, title, titled
 
-from taas_magic import wire
+from taas_magic import wire, wire_base, wire_data
 from taas_magic.versions import own_versions
 
 SOON_S = 10.0
@@ -74,7 +74,7 @@ class Stranger:
     def __exit__(self, *_: object) -> None:
         self.socket.close(linger=0)
 
-    def say(self, message: wire.Message) -> None:
+    def say(self, message: wire_base.Message) -> None:
         self.socket.send(msgspec.msgpack.encode(message))
 
     def hear(self) -> wire.Denied | wire.Welcome:
@@ -114,9 +114,9 @@ def test_the_directory_is_private(directory: Path) -> None:
     assert stat.S_ISSOCK((directory / "runner.sock").stat().st_mode)
 
 
-def requests(run_id: str) -> list[wire.Message]:
+def requests(run_id: str) -> list[wire_base.Message]:
     """One of each that a kernel may send once it has said the token."""
-    memory = wire.MemoryFile(os.getpid(), 0, 0)
+    memory = wire_base.MemoryFile(os.getpid(), 0, 0)
     task = wire.CellTask(run_id, "pass", 1, 1, "/", [], "rank0", {}, [], [])
     return [
         wire.Submit(task, memory, None, 1.0, None),
@@ -131,6 +131,8 @@ def requests(run_id: str) -> list[wire.Message]:
         wire.ReadLog(),
         wire.ReadStatus(),
         wire.Preload(["antigravity"], {}),
+        wire_data.PrepareDelivery(wire_data.DeliveryTask(run_id, 1, 1, [], {}, 0, 0, 0.0), memory),
+        wire_data.CancelDelivery(run_id),
         wire.Shutdown(),
     ]
 

@@ -74,7 +74,7 @@ def prepared(notebook: Notebook, tmp_path):
 def test_the_error_leads_to_the_culprit(prepared, case: tuple[str, str, str, str, str]) -> None:
     source, name, path, type_name, advice = case
     prepared.run(source)
-    culprit = diagnose(prepared.names, name)
+    culprit = diagnose(prepared.names, name, prepared.names[name])
     assert culprit is not None
     assert (culprit.path, culprit.type_name) == (path, type_name)
     assert advice in culprit.advice
@@ -86,7 +86,7 @@ def test_the_error_leads_to_the_culprit(prepared, case: tuple[str, str, str, str
 
 def test_what_can_travel_has_no_culprit(prepared) -> None:
     prepared.run("fine = {'a': [Box()], 'f': lambda: fine}")
-    assert diagnose(prepared.names, "fine") is None
+    assert diagnose(prepared.names, "fine", prepared.names["fine"]) is None
 
 
 def test_the_error_says_through_which_names_the_cell_reaches_it(prepared) -> None:

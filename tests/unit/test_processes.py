@@ -10,7 +10,7 @@ import pytest
 
 
 def run(source: str) -> str:
-    prelude = "import os, sys, time\nfrom pathlib import Path\nfrom taas_magic.rank import processes\n"
+    prelude = "import os, sys, time\nfrom pathlib import Path\nfrom taas_magic import processes\n"
     code = prelude + textwrap.dedent(source)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
 

@@ -28,8 +28,6 @@ from taas_magic.wire import (
     HomeTaken,
     InputReply,
     Interrupt,
-    MemoryFile,
-    Message,
     Output,
     OutputTaken,
     PackAgain,
@@ -45,6 +43,7 @@ from taas_magic.wire import (
     ToRank,
     ToRunZygote,
 )
+from taas_magic.wire_base import MemoryFile, Message
 
 M = TypeVar("M")
 TASK = CellTask(

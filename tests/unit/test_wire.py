@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas_magic import wire
-from taas_magic.wire import Hello, InputReply, Interrupt, MemoryFile, Message, ReadLog, RunEnded, Versions
+from taas_magic.wire import Hello, InputReply, Interrupt, ReadLog, RunEnded, Versions
+from taas_magic.wire_base import MemoryFile, Message
 
 MESSAGES = [
     value
