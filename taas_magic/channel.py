@@ -74,20 +74,42 @@ class Channel(Generic[M]):
             ChannelClosedError: if the other end has gone.
             ValueError: if the message is larger, or its descriptors are more, than the other end accepts.
         """
+        data = self._frame(message, descriptors)
+        with self._lock:
+            self._transmit(data, descriptors)
+
+    def send_if_free(self, message: Message) -> bool:
+        """Send a message unless another is just being sent; for finalizers, which may come in the midst of that.
+
+        Raises:
+            ChannelClosedError: if the other end has gone.
+        """
+        data = self._frame(message)
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._transmit(data)
+        finally:
+            self._lock.release()
+        return True
+
+    @staticmethod
+    def _frame(message: Message, descriptors: Sequence[int] = ()) -> memoryview:
         payload = msgspec.msgpack.encode(message)
         if len(payload) > MAX_FRAME_BYTES or len(descriptors) > _MAX_DESCRIPTORS:
             raise ValueError(
                 f"{type(message).__name__} has {len(payload)} bytes and {len(descriptors)} descriptors; "
                 f"expected at most {MAX_FRAME_BYTES} and {_MAX_DESCRIPTORS}"
             )
-        data = memoryview(_HEADER.pack(len(payload), len(descriptors)) + payload)
-        with self._lock:
-            try:
-                sent = socket.send_fds(self._sock, [data], list(descriptors)) if descriptors else self._sock.send(data)
-                if sent < len(data):
-                    self._sock.sendall(data[sent:])
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise ChannelClosedError("the other process has ended") from error
+        return memoryview(_HEADER.pack(len(payload), len(descriptors)) + payload)
+
+    def _transmit(self, data: memoryview, descriptors: Sequence[int] = ()) -> None:
+        try:
+            sent = socket.send_fds(self._sock, [data], list(descriptors)) if descriptors else self._sock.send(data)
+            if sent < len(data):
+                self._sock.sendall(data[sent:])
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosedError("the other process has ended") from error
 
     def receive(self) -> tuple[M, list[int]]:
         """Wait for one message and its descriptors.

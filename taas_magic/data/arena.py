@@ -7,12 +7,15 @@ first.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 
 from taas_magic.namespace.blocks import available_memory_bytes
 from taas_magic.namespace.bulk import address_of
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 #: Left to everything else on the machine.
 _RESERVE_BYTES = 128 * 2**20
 
@@ -41,9 +44,9 @@ class Arena:
             raise MemoryError(f"{more} bytes more for elements: {error}") from error
         self.size_bytes = size_bytes
 
-    def close(self) -> None:
-        """Let the file go."""
-        os.close(self.fd)
+    def give_back(self, start: int, end: int) -> None:
+        """Give the memory of a range back to the machine; who has the file mapped finds zeros there."""
+        _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_long(start), ctypes.c_long(end - start))
 
 
 class ArenaMap:

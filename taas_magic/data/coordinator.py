@@ -85,9 +85,11 @@ def run_coordinator(
     runner: Channel[ToCoordinator] = Channel(runner_socket, ToCoordinator)
     try:
         coordinator = _Coordinator(task, loaded(), runner, Channel(nursery_socket, FromNursery))
-        coordinator.serve()
-    except ChannelClosedError:
-        pass
+        try:
+            coordinator.serve()
+        except ChannelClosedError:
+            # The run is over, or the nursery.
+            coordinator.give_memory_back()
     except BaseException as error:  # noqa: BLE001 - it is told, and this process ends
         traceback.print_exc()
         text = traceback.format_exception_only(error)[-1].strip()
@@ -149,6 +151,12 @@ class _Coordinator:
             # What is done may free or fill what was waited for: once more, until nothing new comes of it.
             self._do(self._state.advance(time.monotonic()))
             self._look_at_clock()
+
+    def give_memory_back(self) -> None:
+        """Leave nothing in memory but what the ranks still have: ranks that stay keep the arena mapped for that."""
+        self._state.give_up_all()
+        for start, end in self._state.extents.free:
+            self._arena.give_back(start, end)
 
     def _watch(self, what: Any, handler: Callable[[], None]) -> None:
         self._selector.register(what.fileno(), selectors.EVENT_READ, handler)

@@ -59,6 +59,7 @@ class Connection:
         self._held: dict[int, tuple[Any, int]] = {}
         self._held_bytes = 0
         self._pinned: list[Any] = []
+        self._to_tell: deque[CloseIteration] = deque()
 
     def send(self, message: Any) -> None:
         """Say something to the coordinator.
@@ -68,9 +69,19 @@ class Connection:
         """
         __tracebackhide__ = True
         try:
+            while self._to_tell:
+                self._channel.send(self._to_tell.popleft())
             self._channel.send(message)
         except (ChannelClosedError, OSError) as error:
             raise _lost() from error
+
+    def send_last(self, message: CloseIteration) -> None:
+        """Tell that an iteration is over, from wherever that is noticed; later, where nothing can be said just now."""
+        try:
+            if not self._channel.send_if_free(message):
+                self._to_tell.append(message)
+        except (ChannelClosedError, OSError):
+            return
 
     def receive(self, *, wait: bool) -> None:
         """Take what the coordinator says.
@@ -114,7 +125,8 @@ class Connection:
         """The element; tensors and arrays lie where the producer has written them, unless too many do already."""
         import numpy as np
 
-        if self._map.reach(element.offset + element.size_bytes) and pins:
+        self._map.reach(element.offset + element.size_bytes)
+        if pins:
             self._pin()
         assert self._map.buffer is not None
         in_place = np.frombuffer(self._map.buffer, np.uint8, element.size_bytes, element.offset)
@@ -133,13 +145,13 @@ class Connection:
 
     def _pin(self) -> None:
         """Have the GPU reach the memory directly: once for all elements in it."""
-        torch = sys.modules["torch"]
         buffer = self._map.buffer
-        if not torch.cuda.is_available() or any(buffer is each for each in self._pinned):
+        if any(buffer is each for each in self._pinned):
             return
-        result = torch.cuda.cudart().cudaHostRegister(self._map.address(0, 0), self._map.mapped_bytes, 0)
-        if int(result) == 0:
-            self._pinned.append(buffer)
+        # Tried once for each map; where the GPU cannot have it, elements are as those of a loader that does not pin.
+        self._pinned.append(buffer)
+        torch = sys.modules["torch"]
+        torch.cuda.cudart().cudaHostRegister(self._map.address(0, 0), self._map.mapped_bytes, 0)
 
     def close(self) -> None:
         """Let go of the coordinator, and of memory that nothing here uses."""
@@ -180,7 +192,7 @@ class LoaderView:
         self.position: Position | None = task.start
         #: Where the next iteration is to begin, if the cell says so.
         self.start: Position | None = None
-        self.pins = bool(getattr(loader, "pin_memory", False)) and self.is_data_loader
+        self.pins = self.is_data_loader and bool(loader.pin_memory) and sys.modules["torch"].cuda.is_available()
 
     def sampler_epoch(self) -> int | None:
         """What the sampler was told of the epoch here."""
@@ -331,17 +343,16 @@ class DeliveredIterator(Iterator[Any]):
             if isinstance(element, Delivered):
                 connection.release(element.ticket)
         self._ready.clear()
-        with contextlib.suppress(DeliveryLostError):
-            connection.send(
-                CloseIteration(
-                    self._view.index,
-                    self._index,
-                    self._taken,
-                    connection.take_released(),
-                    self._waited_s,
-                    time.monotonic() - self._began_at,
-                )
+        connection.send_last(
+            CloseIteration(
+                self._view.index,
+                self._index,
+                self._taken,
+                connection.take_released(),
+                self._waited_s,
+                time.monotonic() - self._began_at,
             )
+        )
 
     def __del__(self) -> None:
         # After a `break` nobody refers to it any more.

@@ -207,6 +207,9 @@ class Delivery:
                 stream.expect_epoch(sampler_epoch)
         view = iteration.ranks[rank]
         view.is_open = view.is_waiting = True
+        for earlier in [each for each in stream.iterations.values() if each.index < index - 1 and each.is_left]:
+            self._empty(earlier)
+            stream.retire(earlier.index)
 
     def asked(self, rank: int, loader: int, index: int, taken: int, released: list[int], *, is_waiting: bool) -> None:
         """A rank has taken so many elements of an iteration in all."""
@@ -253,15 +256,19 @@ class Delivery:
         return self.streams[loader].iterations.get(index)
 
     def _drop(self, iteration: Iteration) -> None:
+        """Forget an iteration."""
+        self._empty(iteration)
+        iterations = self.streams[iteration.loader].iterations
+        if iterations.get(iteration.index) is iteration:
+            del iterations[iteration.index]
+
+    def _empty(self, iteration: Iteration) -> None:
         """Give up all that is left of an iteration."""
         for candidate in self._candidates(iteration):
             self._give_up(iteration, candidate)
             candidate.is_void = True
         for producer in self.workshop.of_iteration(iteration):
             self._dismiss(producer)
-        iterations = self.streams[iteration.loader].iterations
-        if iterations.get(iteration.index) is iteration:
-            del iterations[iteration.index]
 
     @staticmethod
     def _candidates(iteration: Iteration) -> Iterator[Candidate]:
@@ -446,17 +453,19 @@ class Delivery:
         elif stream.element_s > 0:
             limit = max(_MIN_ORDERS, min(_MAX_ORDERS, 2 * int(_ORDER_S / stream.element_s)))
         if iteration.spec.num_shards:
-            producer: Producer | None = self._shard_producer(iteration, candidate)
+            producer = self._shard_producer(iteration, candidate)
         else:
             producer = self.workshop.least_busy()
         return producer if producer is not None and len(producer.orders) < limit else None
 
-    def _shard_producer(self, iteration: Iteration, candidate: Candidate) -> Producer:
+    def _shard_producer(self, iteration: Iteration, candidate: Candidate) -> Producer | None:
         shards = iteration.spec.num_shards
         key = (iteration.loader, iteration.index, candidate.epoch, candidate.element % shards)
         producer = self.workshop.of_shard(key)
         if producer is not None and producer.next_element > candidate.element:
-            # It is past that already. It cannot go back: another begins again.
+            # It is past that already. It cannot go back: another begins again, when it has done what it was told.
+            if producer.orders:
+                return None
             self._dismiss(producer)
             producer = None
         if producer is None:
@@ -535,8 +544,7 @@ class Delivery:
         if candidate.rank >= 0:
             view = iteration.ranks[candidate.rank]
             return view.is_open and view.pushed == view.taken and candidate.step <= view.taken
-        is_next = bool(iteration.undealt) and candidate.place - iteration.undealt[0].place < self.num_ranks
-        return is_next and any(
+        return iteration.is_in_next_round(candidate) and any(
             view.is_open and not view.is_closed and view.taken == view.steps for view in iteration.ranks
         )
 
@@ -639,6 +647,15 @@ class Delivery:
                 other = idle.pop()
                 again = self.workshop.enter(iteration, candidate, other, now)
                 self._out.append(SendOrders(other.number, self._orders_for(again, other)))
+
+    def give_up_all(self) -> None:
+        """Nothing will be handed out any more: only what ranks have keeps its memory."""
+        for lease in self.workshop.leases.values():
+            self._free(lease)
+        for stream in self.streams:
+            for iteration in stream.iterations.values():
+                for candidate in self._candidates(iteration):
+                    self._give_up(iteration, candidate)
 
     @property
     def is_idle(self) -> bool:

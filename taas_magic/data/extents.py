@@ -70,9 +70,9 @@ class Extents:
             self._put_back(before, size_bytes)
 
     @property
-    def largest_free_bytes(self) -> int:
-        """The size of the largest free range."""
-        return max((end - start for start, end in zip(self._starts, self._ends, strict=True)), default=0)
+    def free(self) -> list[tuple[int, int]]:
+        """The free ranges: where each begins and ends."""
+        return list(zip(self._starts, self._ends, strict=True))
 
     def check(self) -> None:
         """State the invariants: the ranges cover the memory, none overlap, and free neighbours are one."""

@@ -109,10 +109,6 @@ class RankView:
     due: list[tuple[int, int, Candidate]] = field(default_factory=list)
     steps: int = 0
 
-    def lag(self, foremost: int) -> int:
-        """Rounds by which what it is dealt may wait: a rank that stays behind the others may never come."""
-        return 0 if self.is_waiting else foremost - self.taken
-
 
 _serials = itertools.count()
 
@@ -130,7 +126,7 @@ class Iteration:
         self.epoch = start.epoch
         self.seed = start.seed
         self.units = start.units
-        self.units_left = units_left
+        self.units_left = self.units_left_at_start = units_left
         self.ranks = [RankView() for _ in range(num_ranks)]
         #: What was planned and not dealt, in order; and what of that has to be made.
         self.undealt: deque[Candidate] = deque()
@@ -337,7 +333,7 @@ class Iteration:
             candidate = _first(view.due)
             if candidate is None:
                 continue
-            ahead = candidate.step - view.taken + view.lag(foremost)
+            ahead = candidate.step - view.taken + self._lag(view, foremost)
             if best is None or ahead < best[0]:
                 best = ahead, candidate
         fresh = _first(self.fresh)
@@ -346,6 +342,13 @@ class Iteration:
             if best is None or ahead < best[0]:
                 best = ahead, fresh
         return best
+
+    def _lag(self, view: RankView, foremost: int) -> int:
+        """Rounds by which what a rank is dealt may wait: one that stays behind the others may never come.
+
+        What goes through shards in order is not kept waiting: it would have to begin again.
+        """
+        return 0 if view.is_waiting or self.spec.num_shards else foremost - view.taken
 
     def take_wanted(self, candidate: Candidate) -> None:
         """Note that somebody makes it now."""
@@ -358,10 +361,15 @@ class Iteration:
         """How many rounds it is ahead of the rank that is to get it; of the slowest where that is not known."""
         if candidate.rank >= 0:
             view = self.ranks[candidate.rank]
-            return candidate.step - view.taken + view.lag(max(each.taken for each in self.ranks))
+            return candidate.step - view.taken + self._lag(view, max(each.taken for each in self.ranks))
         slowest = min(view.taken for view in self.ranks)
         before = candidate.place - self.undealt[0].place if self.undealt else 0
         return self.rounds - slowest + max(0, before) // self.num_ranks
+
+    def is_in_next_round(self, candidate: Candidate) -> bool:
+        """Whether it is among the first of what is not dealt yet."""
+        there = (each for each in self.undealt if not each.is_void)
+        return any(each is candidate for each in itertools.islice(there, self.num_ranks))
 
     @property
     def num_planned(self) -> int:
@@ -376,6 +384,11 @@ class Iteration:
     def is_finished(self) -> bool:
         """Whether every rank has been through it."""
         return all(view.is_closed for view in self.ranks)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all ranks that have opened it are through with it."""
+        return self.is_wanted and all(view.is_closed for view in self.ranks if view.is_open)
 
     @property
     def is_wanted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -59,6 +60,8 @@ def run_producer(
     setproctitle.setproctitle(f"taas: producer {order.producer}{part}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A crash in native code leaves the Python line that led to it in the run's output.
+    faulthandler.enable(all_threads=False)
     _use_one_thread()
     sink: Sink
     if order.address:

@@ -36,6 +36,8 @@ class Stream:
         #: What lies ready and is not handed out.
         self.num_ready = 0
         self.ready_bytes = 0
+        #: Iterations that begin again if a rank still comes for them.
+        self._retired: dict[int, Iteration] = {}
         self._has_told_of_tail = False
         self._has_told_of_units = False
 
@@ -44,6 +46,8 @@ class Stream:
     def open(self, index: int) -> Iteration:
         """An iteration; a new one begins where the one before it ends, as far as that is known."""
         iteration = self.iterations.get(index)
+        if index in self._retired:
+            iteration = self.iterations[index] = self._retired.pop(index)
         if iteration is None:
             start = Position(self._seed, self._next_epoch, self._first_element, self._units)
             iteration = self._add(index, start, self._expected_epoch)
@@ -54,10 +58,22 @@ class Stream:
             self.next_iteration = max(self.next_iteration, index + 1)
         return iteration
 
+    def retire(self, index: int) -> None:
+        """Put an iteration away that ranks have left behind: those that have not been there may never come."""
+        iteration = self.iterations.pop(index)
+        again = Iteration(
+            self.spec, self.number, index, self.num_ranks, iteration.start, units_left=iteration.units_left_at_start
+        )
+        again.sampler_epoch = iteration.sampler_epoch
+        for view, before in zip(again.ranks, iteration.ranks, strict=True):
+            view.is_open, view.is_closed = before.is_open, before.is_closed
+        self._retired[index] = again
+
     def restart(self, index: int, start: Position, sampler_epoch: int | None) -> Iteration:
         """Put another iteration in the place of one that was dropped."""
         self._seed, self._units = start.seed, start.units
         self._next_epoch = start.epoch + 1
+        self.next_iteration = index + 1
         if self.spec.units is not None:
             self.units_left = max(0, self.spec.units - start.units)
         return self._add(index, start, sampler_epoch)

@@ -23,6 +23,8 @@ from taas_magic.rank import landlock, output, rulesets
 from taas_magic.rank.writes import writable_for_all
 from taas_magic.wire_data import BeginDelivery, DeliveryEnded, DeliveryTask, ToDelivery
 
+#: The coordinator has ended by itself by then, and the nursery with it.
+_END_S = 0.5
 #: The nursery's way to say that it must not be forked after loading.
 _HAS_THREADS = 3
 
@@ -32,6 +34,7 @@ def serve(control: socket.socket) -> None:
     setproctitle.setproctitle("taas: delivery keeper")
     processes.become_subreaper()
     channel: Channel[ToDelivery] = Channel(control, ToDelivery)
+    watch = processes.ChildWatch()
     try:
         _, (coordinator_fd, stdout_fd, stderr_fd) = channel.receive()
         begin, parcel_fds = channel.receive()
@@ -39,13 +42,13 @@ def serve(control: socket.socket) -> None:
         output.redirect(stdout_fd, stderr_fd)
         _restrict(begin.task)
         coordinator_socket = socket.socket(fileno=coordinator_fd)
-        watch = processes.ChildWatch()
         for loads_here in (True, False):
             pid = _fork_nursery(begin.task, parcel_fds, coordinator_socket, channel, watch, loads_here=loads_here)
             if _await(pid, channel, watch) != _HAS_THREADS:
                 break
     except ChannelClosedError:
-        pass
+        # The coordinator hears that too, and ends in good order.
+        select.select([watch.fileno()], [], [], _END_S)
     finally:
         processes.kill_descendants()
 

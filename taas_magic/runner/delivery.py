@@ -218,10 +218,10 @@ class Delivery:
     def close(self) -> None:
         """End it, and all its processes."""
         self.is_closed = True
-        self._keeper.close()
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
+        self._keeper.close()
         if self._arena_fd >= 0:
             os.close(self._arena_fd)
             self._arena_fd = -1

@@ -225,7 +225,7 @@ class Sim:
         left = [ticket for ticket, _, _ in state.waiting.pop(key, []) if ticket >= 0]
         self.delivery.closed(rank, loader, index, len(got), held + left)
 
-    def run(self, *programs: Any, max_steps: int = 30_000) -> None:
+    def run(self, *programs: Any, max_steps: int = 20_000) -> None:
         """Let ranks, producers and sampler take steps at random until the programs are through."""
         active = list(programs)
         for _ in range(max_steps):

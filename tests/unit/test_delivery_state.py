@@ -199,3 +199,19 @@ def test_a_rank_that_lags_holds_nobody_up():
     assert sim.ranks[0].got[0, 0] == [(0, 0, k) for k in range(0, 400, 2)]
     sim.run(sim.iterate(1, 0, 0))
     assert sim.ranks[1].got[0, 0] == [(0, 0, k) for k in range(1, 400, 2)]
+
+
+def test_what_one_rank_alone_iterates_leaves_nothing_behind_and_is_there_for_who_comes_late():
+    sim = Sim([map_spec(drops_tail=False)], [Source(11)], num_ranks=2, memory_bytes=20_000)
+
+    def program(rank, iterations):
+        for index in iterations:
+            yield from sim.iterate(rank, 0, index)
+
+    sim.run(program(0, range(12)))
+    assert len(sim.delivery.streams[0].iterations) <= 3
+    sim.run(program(1, [*range(12), 12]), program(0, [12]))
+    for index in range(13):
+        for rank in range(2):
+            assert sim.ranks[rank].got[0, index] == expected([(0, index, k) for k in range(11)], 2, rank)
+    assert all(each.index > 12 for each in sim.delivery.streams[0].iterations.values())
