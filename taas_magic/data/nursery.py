@@ -144,7 +144,8 @@ class Nursery:
                     self._kill_producer(message)
         except ChannelClosedError:
             self._channel.close()
-            _, _ = os.waitpid(self._coordinator_pid, 0)
+            if self._coordinator_pid:
+                os.waitpid(self._coordinator_pid, 0)
             self._coordinator_pid = 0
 
     def _fork_producer(self, order: ForkProducer, fds: list[int]) -> None:
