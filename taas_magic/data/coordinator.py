@@ -29,11 +29,13 @@ from taas_magic.data import describe
 from taas_magic.data import instructions as do
 from taas_magic.data.arena import Arena, ArenaMap
 from taas_magic.data.delivery import Delivery
+from taas_magic.data.elements import Encoder
 from taas_magic.data.iteration import StreamSpec
 from taas_magic.data.planner import Planner
 from taas_magic.data.seeds import derive_int
 from taas_magic.data.stream import Stream
 from taas_magic.data.transports import ArenaSource, Listener, Source, TcpSource
+from taas_magic.data.trouble import describe_trouble
 from taas_magic.data.waiting import WaitingTimes, advice
 from taas_magic.namespace.blocks import available_memory_bytes
 from taas_magic.units import format_exit
@@ -123,7 +125,8 @@ class _Coordinator:
         self._sources: dict[int, Source] = {}
         self._ranks: dict[int, Channel[FromDataRank]] = {}
         self._times = [WaitingTimes() for _ in task.loaders]
-        self._sampling = _SamplerThread(self._planners)
+        encoder = Encoder(loaded.shared)
+        self._sampling = _SamplerThread(self._planners, [each.name for each in task.loaders], encoder)
         self._first_keys = [b""] * len(task.loaders)
         self._selector = selectors.DefaultSelector()
         self._listener: Listener | None = None
@@ -442,8 +445,8 @@ class _NotConnected:
 class _SamplerThread:
     """Runs samplers, one after the other, beside the loop that serves ranks and producers."""
 
-    def __init__(self, planners: list[Planner]) -> None:
-        self._planners = planners
+    def __init__(self, planners: list[Planner], names: list[str], encoder: Encoder) -> None:
+        self._planners, self._names, self._encoder = planners, names, encoder
         self._questions: queue.SimpleQueue[do.Plan] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[do.Plan, list[bytes], bool, Trouble | None]] = queue.SimpleQueue()
         self._reader, self._writer = os.pipe()
@@ -475,7 +478,8 @@ class _SamplerThread:
                 tasks, is_last = planner.take(plan.count, plan.first if plan.is_first else 0)
                 self._answers.put((plan, tasks, is_last, None))
             except BaseException as error:  # noqa: BLE001 - it is raised on the ranks
-                trouble = Trouble(type(error).__name__, f"the sampler raised: {error}", traceback.format_exc())
+                place = f"in the sampler of `{self._names[plan.loader]}`, for epoch {plan.epoch}"
+                trouble = describe_trouble(error, place, self._encoder)
                 self._answers.put((plan, [], True, trouble))
             os.write(self._writer, b".")
 

@@ -1,21 +1,17 @@
-"""A registered loader on a rank: it is iterated as ever, and what it yields comes from the producers.
+"""What a rank gets of a registered loader: elements that come from the producers, one iteration after the other.
 
-The loader is the object that came with the cell's names, wherever the cell meets it. For the time of the cell it gets
-another
-class, which answers for its parts as before, and iterates over what is delivered. It is no ``DataLoader`` then:
-libraries that take a DataLoader apart, to make one of their own of it, leave it alone.
+How the loader itself comes to yield them is in :mod:`taas_magic.data.stand_in`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.data import describe
@@ -37,12 +33,10 @@ from taas_magic.wire_data import (
     Trouble,
 )
 
-T = TypeVar("T")
 #: Smaller elements are copied out: the copy costs less than keeping account of them.
 _COPY_BELOW_BYTES = 64 * 1024
 #: So many are taken before the coordinator is told, where they are small.
 _TELL_AFTER = 16
-_STATE_VERSION = 1
 
 
 class Connection:
@@ -188,6 +182,8 @@ class LoaderView:
         self.num_ranks = num_ranks
         self.kind = type(loader)
         self.is_data_loader = describe.is_data_loader(loader)
+        #: What the methods of the loader's class get as ``self``.
+        self.self: Any = loader
         self.num_iterations = 0
         self.position: Position | None = task.start
         #: Where the next iteration is to begin, if the cell says so.
@@ -211,7 +207,7 @@ class LoaderView:
         Raises:
             TypeError: if the loader has no length.
         """
-        length = int(self.kind.__len__(self.loader))
+        length = int(self.kind.__len__(self.self))
         distributed = describe.distributed_sampler_among(describe.samplers_of(self.loader))
         task = self.task
         drops_tail = task.role == "train" and task.tail == "drop"
@@ -221,22 +217,46 @@ class LoaderView:
         most = task.units // self.num_ranks
         return most if task.cycles and steps else min(steps, most)
 
-    def draw_as_local(self) -> None:
-        """Move the random states of this process as iterating a DataLoader with workers would."""
+    def draw_as_local(self) -> Callable[[], None]:
+        """Move the random states of this process as beginning to iterate a DataLoader with workers would.
+
+        Returns:
+            What moves them as going on to the end would.
+        """
         import torch
 
         loader = self.loader
         if not self.is_data_loader:
-            return
+            return _nothing
         torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
-        sampler = list(describe.samplers_of(loader))[-1:] or [None]
-        kind = type(sampler[0])
-        if kind.__module__ != "torch.utils.data.sampler":
-            return
-        if kind.__name__ == "RandomSampler" and sampler[0].generator is None:
+        sampler = list(describe.samplers_of(loader))[-1]
+        kind = type(sampler)
+        if kind.__module__ != "torch.utils.data.sampler" or kind.__name__ == "SequentialSampler":
+            return _nothing
+        if kind.__name__ != "RandomSampler":
+            next(iter(sampler), None)
+            return _nothing
+        generator = sampler.generator
+        if generator is None:
             torch.empty((), dtype=torch.int64).random_()
-        elif kind.__name__ != "SequentialSampler":
-            next(iter(sampler[0]), None)
+            return _nothing
+        # Its iterator would keep the whole permutation for as long as the epoch takes.
+        drawn = sampler.num_samples // (32 if sampler.replacement else len(sampler.data_source))
+        if sampler.replacement or not drawn:
+            keys = iter(sampler)
+            next(keys, None)
+            return lambda: deque(keys, maxlen=0).clear() if sampler.replacement else None
+        torch.randperm(len(sampler.data_source), generator=generator)
+
+        def draw_rest() -> None:
+            for _ in range(drawn):
+                torch.randperm(len(sampler.data_source), generator=generator)
+
+        return draw_rest
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class DeliveredIterator(Iterator[Any]):
@@ -244,6 +264,7 @@ class DeliveredIterator(Iterator[Any]):
 
     def __init__(self, view: LoaderView) -> None:
         self._view = view
+        self._draw_rest = view.draw_as_local()
         self._connection = view.connection
         self._index = -1
         self._ready: deque[Delivered | Trouble] = deque()
@@ -271,6 +292,7 @@ class DeliveredIterator(Iterator[Any]):
             self._ask(is_waiting=False)
         if not self._ready:
             self._view.position = self._end.position if self._end is not None else self._view.position
+            self._draw_rest()
             self.end()
             raise StopIteration
         element = self._ready.popleft()
@@ -358,140 +380,6 @@ class DeliveredIterator(Iterator[Any]):
         # After a `break` nobody refers to it any more.
         with contextlib.suppress(Exception):
             self.end()
-
-
-# -- the loader's class ----------------------------------------------------------------------------------------------
-
-_views: dict[int, LoaderView] = {}
-_kinds: dict[type, type] = {}
-
-
-class DeliveredLoader(Generic[T]):
-    """What a registered DataLoader is in a cell: its parts are as they were, its elements come from producers."""
-
-    _taas_stands_for: type = object
-
-    def __iter__(self) -> Iterator[T]:
-        return _iterate(self)
-
-    def __len__(self) -> int:
-        return _views[id(self)].num_steps()
-
-    def __getattr__(self, name: str) -> Any:
-        """What the loader's own class has: methods and properties find in it what they look for."""
-        kind = type(self)._taas_stands_for
-        for each in kind.__mro__:
-            if name in each.__dict__ and not name.startswith("__"):
-                value = each.__dict__[name]
-                return value.__get__(self, kind) if hasattr(type(value), "__get__") else value
-        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is a loader of its own, which nobody has registered."""
-        return copyreg.__newobj__, (type(self)._taas_stands_for,), dict(self.__dict__)  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        view = _views.get(id(self))
-        return f"<delivered {type(self)._taas_stands_for.__name__} {view.task.name if view is not None else ''}>"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the delivery of this loader is, for :meth:`load_state_dict`; nothing that was prepared is in it."""
-        return _state_dict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration begin where a :meth:`state_dict` says, with whatever number of ranks.
-
-        Raises:
-            ValueError: if it is no such state.
-        """
-        _views[id(self)].start = position_of(state)
-
-
-def _iterate(loader: Any) -> DeliveredIterator:
-    view = _views[id(loader)]
-    view.draw_as_local()
-    return DeliveredIterator(view)
-
-
-def _state_dict(loader: Any) -> dict[str, Any]:
-    view = _views[id(loader)]
-    position = view.start or view.position
-    if position is None:
-        return {"version": _STATE_VERSION}
-    return {
-        "version": _STATE_VERSION,
-        "seed": position.seed,
-        "epoch": position.epoch,
-        "element": position.element,
-        "units": position.units,
-    }
-
-
-def position_of(state: Mapping[str, Any]) -> Position | None:
-    """The position that a state says; None for that of a loader that had not been iterated.
-
-    Raises:
-        ValueError: if it is no such state.
-    """
-    names = ("seed", "epoch", "element", "units")
-    if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
-        raise ValueError(
-            f"not a state of a delivered loader: {state!r}\n"
-            f"expected: what its state_dict() gave, with version {_STATE_VERSION}"
-        )
-    if not any(name in state for name in names):
-        return None
-    values = [state.get(name) for name in names]
-    if not all(isinstance(value, int) and value >= 0 for value in values):
-        raise ValueError(f"a state of a delivered loader that is not whole: {state!r}\nexpected: {', '.join(names)}")
-    return Position(*values)  # type: ignore[arg-type]
-
-
-def kind_for(kind: type, *, is_data_loader: bool) -> type:
-    """The class that stands for a loader's own while a cell runs.
-
-    Raises:
-        TypeError: if there can be none.
-    """
-    if kind not in _kinds:
-        if is_data_loader:
-            _kinds[kind] = type(DeliveredLoader.__name__, (DeliveredLoader,), {"_taas_stands_for": kind})
-        else:
-            members = {
-                name: DeliveredLoader.__dict__[name]
-                for name in ("__iter__", "__reduce_ex__", "state_dict", "load_state_dict")
-            }
-            if hasattr(kind, "__len__"):
-                members["__len__"] = DeliveredLoader.__dict__["__len__"]
-            if not kind.__flags__ & 1 << 9:
-                # Neither its instances nor what stands for it can have another class (Py_TPFLAGS_HEAPTYPE).
-                raise TypeError(f"a {kind.__name__} cannot be delivered")
-            _kinds[kind] = type(kind)(kind.__name__, (kind,), {**members, "__slots__": (), "_taas_stands_for": kind})
-    return _kinds[kind]
-
-
-def attach(connection: Connection, tasks: list[LoaderTask], objects: Mapping[int, Any], num_ranks: int) -> None:
-    """Have the loaders of a cell deliver what comes over a connection."""
-    for index, task in enumerate(tasks):
-        loader = objects[task.number]
-        view = LoaderView(loader, index, task, connection, num_ranks)
-        _views[id(loader)] = view
-        object.__setattr__(loader, "__class__", kind_for(view.kind, is_data_loader=view.is_data_loader))
-
-
-def detach() -> None:
-    """Have the loaders be what they were."""
-    connections = {id(view.connection): view.connection for view in _views.values()}
-    for view in _views.values():
-        object.__setattr__(view.loader, "__class__", view.kind)
-    _views.clear()
-    for connection in connections.values():
-        connection.close()
-
-
-def delivered_loaders() -> list[Any]:
-    """The loaders that are delivered to this process."""
-    return [view.loader for view in _views.values()]
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------------

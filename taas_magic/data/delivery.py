@@ -47,7 +47,6 @@ _MIN_ORDERS, _MAX_ORDERS = 2, 64
 #: An element that takes so much longer than others is given to another producer, too.
 _LATE_FACTOR, _LATE_S = 8.0, 10.0
 _MAX_KILLS = 3
-_TOLD_SKIPS = 3
 #: Rounds of a loader that no rank has opened and perhaps none will soon.
 _LAZY_ROUNDS = 2
 #: A rank is handed small elements ahead of need.
@@ -129,12 +128,8 @@ class Delivery:
         candidate, stream = lease.candidate, self.streams[lease.iteration.loader]
         if stream.spec.skips_errors:
             candidate.is_void = True
-            stream.num_skipped += 1
             line = trouble.message.splitlines()[0] if trouble.message else trouble.type_name
-            if stream.num_skipped <= _TOLD_SKIPS or stream.num_skipped % 100 == 0:
-                self._say(
-                    f"`{stream.spec.name}`: element {candidate.element} of epoch {candidate.epoch} is skipped: {line}"
-                )
+            lease.iteration.skips.append(f"element {candidate.element} of epoch {candidate.epoch} is skipped: {line}")
         else:
             candidate.trouble = trouble
 
@@ -184,10 +179,7 @@ class Delivery:
         iteration = self._iteration(plan.loader, plan.iteration)
         if iteration is None or iteration.serial != plan.serial:
             return
-        # A whole round, so that it reaches all ranks.
-        iteration.plan([b""] * self.num_ranks, is_last=True)
-        for candidate in list(iteration.undealt)[-self.num_ranks :]:
-            candidate.trouble = trouble
+        iteration.fail_planning(trouble)
 
     # -- events of ranks -----------------------------------------------------------------------------------------
 

@@ -52,12 +52,14 @@ def batch_size(loader: Any) -> int | None:
 def samplers_of(loader: Any) -> Iterator[Any]:
     """The samplers of a DataLoader, from the outside in."""
     seen: list[Any] = []
-    for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        inner = sampler
-        while inner is not None and not any(inner is each for each in seen):
-            seen.append(inner)
-            yield inner
-            inner = getattr(inner, "sampler", None)
+    inner = getattr(loader, "batch_sampler", None)
+    if inner is None:
+        # Beside a batch sampler of one's own there is another one, which is not asked.
+        inner = getattr(loader, "sampler", None)
+    while inner is not None and not any(inner is each for each in seen):
+        seen.append(inner)
+        yield inner
+        inner = getattr(inner, "sampler", None)
 
 
 def distributed_sampler(loader: Any) -> Any | None:

@@ -153,6 +153,8 @@ class Iteration:
         self._num_candidates = 0
         #: What nobody wants any more; some of it may lie ready.
         self.voided: list[Candidate] = []
+        #: Elements that were skipped and are not counted yet, in words.
+        self.skips: list[str] = []
 
     @property
     def said_epoch(self) -> int | None:
@@ -167,6 +169,15 @@ class Iteration:
             self._add(keys)
         self.is_planning = False
         self.is_planned_out = self.is_planned_out or is_last
+
+    def fail_planning(self, trouble: Trouble) -> None:
+        """Note that the sampler has raised, behind what it has said."""
+        in_part = sum(not candidate.is_void for candidate in self.undealt) % self.num_ranks
+        # A whole round of it, so that it reaches all ranks, and what is missing to a whole round before that.
+        count = (self.num_ranks - in_part) % self.num_ranks + self.num_ranks
+        self.plan([b""] * count, is_last=True)
+        for candidate in itertools.islice(reversed(self.undealt), count):
+            candidate.trouble = trouble
 
     def plan_stream(self, how_many: int) -> None:
         """Plan that shards are gone through further, where no sampler says what there is."""

@@ -25,7 +25,7 @@ from taas_magic import processes
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.data.checking import findings
 from taas_magic.namespace import process_state
-from taas_magic.namespace.pack import load_namespace
+from taas_magic.namespace.pack import cache_sources, load_namespace
 from taas_magic.wire_data import (
     DeliveryTask,
     ForkChecker,
@@ -62,6 +62,7 @@ def load(task: DeliveryTask, parcel_fds: list[int], main: dict[str, Any]) -> Loa
         Exception: whatever loading them raises.
     """
     received = load_namespace(parcel_fds, main, before_names=process_state.apply)
+    cache_sources(received.sources)
     loaders = [received.values[loader.label] for loader in task.loaders]
     objects = received.common.objects
     shared = {id(objects[own]): theirs for own, theirs in task.shared if own in objects}

@@ -17,7 +17,7 @@ from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.data.elements import Encoded, Encoder
 from taas_magic.data.making import Maker, ShardEndedError, ShardMaker, units_of
 from taas_magic.data.transports import ArenaSink, Sink, TcpSink
-from taas_magic.data.trouble import describe_trouble
+from taas_magic.data.trouble import describe_trouble, place_of
 from taas_magic.wire_data import (
     DeliveryTask,
     ForkProducer,
@@ -125,7 +125,7 @@ class _Producer:
             self._tell()
             if not order.is_discarded:
                 name = self._task.loaders[order.loader].name
-                trouble = describe_trouble(error, name, order, self._encoder, self._task.project)
+                trouble = describe_trouble(error, place_of(name, order), self._encoder, self._task.project)
                 self._sink.send(NotMade(order.ticket, trouble))
             return
         del element

@@ -76,7 +76,7 @@ def register(
     _require_deliverable(loader, name, main)
     start = None
     if resume is not None:
-        from taas_magic.data.delivered import position_of
+        from taas_magic.data.stand_in import position_of
 
         start = position_of(resume)
     _registrations[id(loader)] = Registration(
@@ -103,7 +103,7 @@ def registrations() -> list[Registration]:
 def registered() -> list[Any]:
     """The registered loaders; see :func:`taas.registered`."""
     if _is_rank():
-        from taas_magic.data.delivered import delivered_loaders
+        from taas_magic.data.stand_in import delivered_loaders
 
         return delivered_loaders()
     return [each.loader for each in registrations()]
@@ -160,7 +160,7 @@ def _require_deliverable(loader: Any, name: str, main: dict[str, Any]) -> None:
     """
     __tracebackhide__ = True
     from taas_magic.data import describe
-    from taas_magic.data.delivered import kind_for
+    from taas_magic.data.stand_in import kind_for
     from taas_magic.namespace.pack import diagnose
     from taas_magic.namespace.pickler import NamespacePickler, Refused
 

@@ -10,6 +10,7 @@ from taas_magic.wire_data import MadeElement, Position
 #: What an element is expected to take goes down by so much with each that is smaller.
 _DECAY = 0.995
 _MIN_WEIGHT = 0.02
+_TOLD_SKIPS = 3
 
 
 class Stream:
@@ -144,6 +145,13 @@ class Stream:
                 f"`{name}`: the last round has too few samples for {self.num_ranks} ranks, so some end one step "
                 "earlier; a collective in that step would wait for them"
             )
+        if iteration.is_wanted:
+            # What is only prepared may never be wanted, or be made once more for another iteration.
+            for text in iteration.skips:
+                self.num_skipped += 1
+                if self.num_skipped <= _TOLD_SKIPS or self.num_skipped % 100 == 0:
+                    yield f"`{name}`: {text}"
+            iteration.skips.clear()
         is_over = iteration.is_used_up and iteration.is_wanted and not iteration.num_planned
         if is_over and not self._has_told_of_units:
             self._has_told_of_units = True

@@ -14,17 +14,16 @@ _MAX_PICKLE_BYTES = 2**20
 _MAX_KEYS_CHARACTERS = 400
 
 
-def describe_trouble(error: BaseException, name: str, order: Order, encoder: Encoder, project: str = "") -> Trouble:
-    """Describe an exception that making an element has raised.
+def describe_trouble(error: BaseException, place: str, encoder: Encoder, project: str = "") -> Trouble:
+    """Describe an exception that the user's code has raised.
 
     Args:
         error: The exception; it loses its traceback.
-        name: What the loader is called.
-        order: What was to be made.
-        encoder: What the producer's elements are encoded with.
+        place: Where that was: see :func:`place_of`.
+        encoder: What the elements of this process are encoded with.
         project: The directory that producers must not write in; "" where they may.
     """
-    notes = [_place(name, order)]
+    notes = [place]
     if isinstance(error, PermissionError) and project and _is_in(error.filename, project):
         notes.append("producers may not write in the project directory; `--writes all` lets them, and all ranks")
     # Past what the exception's own class says to that: it may be a frozen dataclass.
@@ -40,7 +39,8 @@ def describe_trouble(error: BaseException, name: str, order: Order, encoder: Enc
     )
 
 
-def _place(name: str, order: Order) -> str:
+def place_of(name: str, order: Order) -> str:
+    """What was being made, in words: an element of the loader that is called ``name``."""
     text = f"in a producer of `{name}`, for element {order.element} of epoch {order.epoch}"
     if not order.keys:
         return text

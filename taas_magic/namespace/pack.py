@@ -518,6 +518,13 @@ class Receiver(Protocol):
         """Bring an object up to date."""
 
 
+def cache_sources(sources: dict[str, tuple[str, int | None]]) -> None:
+    """Let tracebacks and ``inspect.getsource`` find the text of the notebook's cells."""
+    for name, (text, _) in sources.items():
+        # No modification time: linecache then never looks for the file.
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
 def load_namespace(
     fds: Sequence[int], main: dict[str, Any], *, before_names: Any = None, receiver: Receiver | None = None
 ) -> ReceivedNamespace:
@@ -541,7 +548,8 @@ def load_namespace(
                 with without_warnings():
                     _, value = unpickler.load()
             except BaseException as error:
-                error.add_note(f"while `{label}` of the notebook was loaded in the rank")
+                where = "a producer" if label.startswith(VALUE_RECORD) else "the rank"
+                error.add_note(f"while `{label.removeprefix(VALUE_RECORD)}` of the notebook was loaded in {where}")
                 raise
             if label == STATE_RECORD:
                 if before_names is not None:

@@ -19,7 +19,7 @@ import setproctitle
 
 import taas._place
 from taas_magic.channel import Channel
-from taas_magic.data import delivered
+from taas_magic.data import delivered, stand_in
 from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import KeptNamespace
 from taas_magic.namespace.pack import Selection, load_namespace, pack_namespace, pack_value
@@ -231,7 +231,7 @@ class _Rank:
 
     def _detach_loaders(self) -> None:
         """Have them be what they were; a cell that could not begin has not taken its delivery either."""
-        delivered.detach()
+        stand_in.detach()
         if self._control.delivery is not None:
             for fd in self._control.delivery[1]:
                 os.close(fd)
@@ -246,7 +246,7 @@ class _Rank:
         channel: Channel[ToDataRank] = Channel(socket.socket(fileno=socket_fd), ToDataRank)
         shared = {number: objects[number] for number in message.shared if number in objects}
         connection = delivered.Connection(channel, arena_fd, message.num_ranks, shared)
-        delivered.attach(connection, message.loaders, objects, message.num_ranks)
+        stand_in.attach(connection, message.loaders, objects, message.num_ranks)
 
     def _take_over_environment(self, before: dict[str, str]) -> None:
         """Set the variables that the notebook has changed since the cell before; the ranks' own changes stay."""

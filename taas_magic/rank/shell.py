@@ -23,6 +23,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from taas_magic.namespace.pack import cache_sources
 from taas_magic.rank import output
 from taas_magic.wire import DisplayKind
 
@@ -194,10 +195,7 @@ def configure(shell: RankShell, *, send_display: SendDisplay, ask: AskUser) -> N
 
 def add_sources(shell: RankShell, sources: dict[str, tuple[str, int | None]]) -> None:
     """Let tracebacks and ``inspect.getsource`` find the text of the notebook's earlier cells."""
-    import linecache
-
-    for name, (text, number) in sources.items():
-        # No modification time: linecache then never looks for the file.
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    cache_sources(sources)
+    for name, (_, number) in sources.items():
         if number is not None:
             shell.compile._filename_map[name] = number
