@@ -374,12 +374,13 @@ def test_what_a_sampler_says_before_it_raises_is_not_lost(says: int) -> None:
     plan = planner(DataLoader(Numbers(100), batch_size=None, sampler=Failing(says)))
     plan.begin(0, 3, None)
     found: list[int] = []
-    with pytest.raises(ValueError, match="no more"):
-        while True:
-            tasks, is_last = plan.take(4)
-            assert not is_last
-            found += [pickle.loads(task) for task in tasks]
+    while len(found) < says:
+        tasks, is_last = plan.take(4)
+        assert not is_last
+        found += [pickle.loads(task) for task in tasks]
     assert found == list(range(says))
+    with pytest.raises(ValueError, match="no more"):
+        plan.take(4)
 
 
 class Interrupted(Growing):
