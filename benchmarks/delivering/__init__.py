@@ -1,0 +1,1 @@
+"""What ``benchmarks/delivery.py`` is made of."""
