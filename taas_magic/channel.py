@@ -63,6 +63,12 @@ class Channel(Generic[M]):
         """Two connected sockets, one for each end."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
+    def reading(self, receives: Any) -> Channel[Any]:
+        """This channel, with what arrives from now on read as another union of messages."""
+        other: Channel[Any] = self
+        other._decoder = decoder_of(receives)
+        return other
+
     def fileno(self) -> int:
         """What to poll; -1 once it is closed."""
         return self._sock.fileno()

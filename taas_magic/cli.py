@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic._version import __version__
+from taas_magic.errors import TaasError
+from taas_magic.machines.keys import keys_directory, own_keys
 from taas_magic.namespace.blocks import available_memory_bytes
 from taas_magic.rank import landlock
+from taas_magic.runner import serve
 from taas_magic.units import format_bytes, plural
 
 _TORCH_S = 180.0
@@ -74,11 +77,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"taas {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("doctor", help="say whether this machine can run cells, and what to do where it cannot")
+    _add_keys_parser(commands)
+    serve.add_parser(commands)
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help(sys.stderr)
         return 2
-    return doctor()
+    try:
+        if given.command == "keys":
+            return show_keys(is_runners=given.runner)
+        return serve.run(given) if given.command == "runner" else doctor()
+    except TaasError as error:
+        print(f"taas: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_keys_parser(commands: Any) -> None:
+    parser = commands.add_parser("keys", help="show your public key; it is made where there is none")
+    parser.add_argument("--runner", action="store_true", help="that of this machine's runner, not that of notebooks")
+
+
+def show_keys(*, is_runners: bool) -> int:
+    """Print a public key, and what to do with it."""
+    keys = own_keys("runner" if is_runners else "notebook")
+    directory = keys_directory(os.environ)
+    print(keys.public)
+    if is_runners:
+        use = 'in a pool\'s `runners`: { address = "tcp://HOST:7777", key = "..." }; and, for runs on several machines,'
+        use += "\nin the --authorized-keys file of the other machines' runners"
+    else:
+        use = "a line in the file that a machine's `taas runner --authorized-keys FILE` reads"
+    print(f"\nwhere it goes: {use}\nthe secret key beside it: {directory}", file=sys.stderr)
+    return 0
 
 
 def doctor() -> int:

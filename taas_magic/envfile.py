@@ -20,7 +20,7 @@ from os import PathLike, fspath
 from typing import Final
 
 from taas_magic.errors import SettingsError
-from taas_magic.settings import expand_home, read_text
+from taas_magic.settings_text import expand_home, read_text
 
 _ASSIGNMENT: Final = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=(?P<value>.*)", re.DOTALL)
 _SINGLE: Final = re.compile(r"'(?P<text>[^']*)'")

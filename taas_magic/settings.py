@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from taas_magic.errors import SettingsError
+from taas_magic.machines.keys import is_key
+from taas_magic.machines.machine_list import Machine, MachineError, parse_machine, read_machine_list
+from taas_magic.settings_text import expand_home, read_text
 
 PROJECT_FILE: Final = "taas.toml"
 
@@ -92,6 +95,58 @@ def _one_of(*choices: str) -> _Read:
         return str(value)
 
     return read
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerAddress:
+    """A machine whose runner is up: where it listens, and its public key."""
+
+    name: str
+    address: str
+    key: str
+
+
+def _flag(value: Any, _file: _File) -> bool:
+    if not isinstance(value, bool):
+        raise _UnfitError
+    return value
+
+
+def _text(value: Any, _file: _File) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise _UnfitError
+    return value
+
+
+def _machines(value: Any, _file: _File) -> tuple[Machine, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        raise _UnfitError
+    try:
+        machines = tuple(parse_machine(each) for each in value)
+    except MachineError as error:
+        raise _UnfitError from error
+    if len({(each.host, each.port) for each in machines}) < len(machines):
+        raise _UnfitError
+    return machines
+
+
+def _machine_list(value: Any, file: _File) -> tuple[Machine, ...]:
+    return read_machine_list(_path(value, file))
+
+
+def _runners(value: Any, _file: _File) -> tuple[RunnerAddress, ...]:
+    if not isinstance(value, list) or not value:
+        raise _UnfitError
+    found = []
+    for each in value:
+        if not isinstance(each, dict) or not {"address", "key"} <= each.keys() <= {"address", "key", "name"}:
+            raise _UnfitError
+        address, key = each["address"], each["key"]
+        is_right = isinstance(address, str) and re.fullmatch(r"tcp://\S+:\d+", address) and isinstance(key, str)
+        if not is_right or not is_key(key):
+            raise _UnfitError
+        found.append(RunnerAddress(str(each.get("name", address.removeprefix("tcp://"))), address, key))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +301,137 @@ class DeliverySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """``[pools.NAME]``: machines of one kind, which `#!NAME.8` names."""
+
+    #: What cells call it; it stands in the table's head.
+    name: str = ""
+    engine: Literal["local", "ssh", "runner", "ray"] = field(
+        default="local",
+        metadata=_key(
+            _one_of("local", "ssh", "runner", "ray"),
+            expected='"local", "ssh" or "runner"',
+            default='"local"',
+            meaning="This machine; machines on which runners are started over ssh; or machines whose runners are up.",
+        ),
+    )
+    machines: tuple[Machine, ...] = field(
+        default=(),
+        metadata=_key(
+            _machines,
+            expected='a list such as ["node1", "me@node2:2222 slots=4"], each machine once',
+            default="none",
+            meaning="For `ssh`: the machines, as ssh knows them; the first one is the head.",
+        ),
+    )
+    machine_list: tuple[Machine, ...] = field(
+        default=(),
+        metadata=_key(
+            _machine_list,
+            expected="the path of a machine list",
+            default="none",
+            meaning="The same in a file of its own, a machine a line.",
+        ),
+    )
+    runners: tuple[RunnerAddress, ...] = field(
+        default=(),
+        metadata=_key(
+            _runners,
+            expected='a list such as [{ address = "tcp://node1:7777", key = "..." }], with a `name` if you like',
+            default="none",
+            meaning="For `runner`: where the runners listen, and their public keys; the first one is the head.",
+        ),
+    )
+    gpus: int | None = field(
+        default=None,
+        metadata=_key(
+            _whole_number(1),
+            expected="a whole number, 1 or more",
+            default="all of them",
+            meaning="The GPUs of a machine that runs may take; without a GPU, the ranks that may rehearse there.",
+        ),
+    )
+    role: Literal["gpu", "cpu"] = field(
+        default="gpu",
+        metadata=_key(
+            _one_of("gpu", "cpu"), expected='"gpu" or "cpu"', default='"gpu"', meaning="What the machines are for."
+        ),
+    )
+    env_file: Path | None = field(
+        default=None,
+        metadata=_key(
+            _path,
+            expected="the path of an environment file",
+            default="none",
+            meaning="Variables for all ranks of the pool, as `--env-file` has them.",
+        ),
+    )
+    code_dir: Path | None = field(
+        default=None,
+        metadata=_key(
+            _directory,
+            expected="the path of a directory that exists",
+            default="the project's directory",
+            meaning="What the machines get of the project, with what git would take of it.",
+        ),
+    )
+    code_limit_mib: float = field(
+        default=100.0,
+        metadata=_key(
+            _number(0),
+            expected="MiB, 0 or more",
+            default="100.0",
+            meaning="The most that is sent of it.",
+        ),
+    )
+    python: str | None = field(
+        default=None,
+        metadata=_key(
+            _text,
+            expected='a path or a name, such as "~/venv/bin/python"',
+            default='"python3"',
+            meaning="The Python of the machines, in which taas-magic is installed.",
+        ),
+    )
+    ssh_config: Path | None = field(
+        default=None,
+        metadata=_key(
+            _path,
+            expected="the path of an ssh configuration file",
+            default="~/.ssh/config and the system's",
+            meaning="Read by ssh in place of the user's own.",
+        ),
+    )
+    tunnel: bool = field(
+        default=False,
+        metadata=_key(
+            _flag,
+            expected="true or false",
+            default="false",
+            meaning="Reach the head through ssh, where no other port of it is open.",
+        ),
+    )
+    budget: int | None = field(
+        default=None,
+        metadata=_key(
+            _whole_number(1),
+            expected="a whole number, 1 or more",
+            default="no bound",
+            meaning="The most GPUs that one run may take.",
+        ),
+    )
+    lease_s: float = field(
+        default=60.0,
+        metadata=_key(
+            _number(10),
+            expected="seconds, 10 or more",
+            default="60.0",
+            meaning="How long a run goes on when nothing is heard of its notebook.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings, validated. Each field is a table of the files."""
 
@@ -256,8 +442,13 @@ class Settings:
     state: StateSettings = field(default_factory=StateSettings)
     keep: KeepSettings = field(default_factory=KeepSettings)
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
+    pools: Mapping[str, PoolSettings] = field(default_factory=dict)
 
 
+_POOLS: Final = "pools"
+_POOL: Final = "pools."
+#: As `#!NAME.8` can name it.
+_POOL_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _TABLES: Final[dict[str, type[Any]]] = {
     "project": ProjectSettings,
     "stop": StopSettings,
@@ -285,49 +476,32 @@ def load_settings(cwd: Path, environ: Mapping[str, str]) -> Settings:
     """
     merged: dict[str, dict[str, Any]] = {table: {} for table in _TABLES}
     merged["project"]["directory"] = cwd.resolve()
+    pools: dict[str, dict[str, Any]] = {}
     for path in _files(cwd, environ):
         for table, key, value in _read_file(path, environ):
-            merged[table][key] = value
-    return Settings(**{table: schema(**merged[table]) for table, schema in _TABLES.items()})
+            if table.startswith(_POOL):
+                pools.setdefault(table.removeprefix(_POOL), {})[key] = value
+            else:
+                merged[table][key] = value
+    return Settings(
+        **{table: schema(**merged[table]) for table, schema in _TABLES.items()},
+        pools={name: _pool(name, values) for name, values in pools.items()},
+    )
+
+
+def _pool(name: str, values: dict[str, Any]) -> PoolSettings:
+    pool = PoolSettings(name=name, **values)
+    return replace(pool, machines=pool.machines or pool.machine_list)
 
 
 def settings_reference() -> str:
     """All keys as a Markdown table, one row a key, without a final newline."""
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    for table, schema in _TABLES.items():
+    for table, schema in {**_TABLES, f"{_POOL}NAME": PoolSettings}.items():
         for name, spec in _keys_of(schema).items():
             meta = spec.metadata
             rows.append(f"| `{table}.{name}` | {meta['expected']} | {meta['default']} | {meta['meaning']} |")
     return "\n".join(rows)
-
-
-def expand_home(text: str, environ: Mapping[str, str]) -> Path:
-    """``text`` as a path, with a leading ``~`` replaced by the ``HOME`` of ``environ``."""
-    home = environ.get("HOME")
-    if home and (text == "~" or text.startswith("~/")):
-        return Path(home, text[2:])
-    return Path(text)
-
-
-def read_text(path: Path) -> str:
-    """The text of a settings or environment file, its byte order mark removed.
-
-    Raises:
-        SettingsError: The file cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise SettingsError.of(
-            f"{path} cannot be read: {error.strerror or error}",
-            expected="a file that you may read",
-            do="check its name and its permissions",
-        ) from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise SettingsError.of(
-            f"{path}, line {line}: a byte that is not UTF-8", expected="text in UTF-8", do="save it as UTF-8"
-        ) from error
 
 
 def nearest_name(name: str, choices: Mapping[str, object]) -> str:
@@ -362,14 +536,33 @@ def _read_file(path: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, st
     """Table, key and value of everything that a file sets, validated."""
     file = _File(path, read_text(path), environ)
     for table, content in _parse_toml(file).items():
+        if table == _POOLS:
+            yield from _read_pools(file, content)
+            continue
         schema = _TABLES.get(table)
         if schema is None or not isinstance(content, dict):
             raise _unknown_table(file, table)
-        keys = _keys_of(schema)
-        for key, value in content.items():
-            if key not in keys:
-                raise _unknown_key(file, table, key)
-            yield table, key, _read_value(file, table, keys[key], value)
+        yield from _read_table(file, table, schema, content)
+
+
+def _read_table(file: _File, table: str, schema: type[Any], content: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    keys = _keys_of(schema)
+    for key, value in content.items():
+        if key not in keys:
+            raise _unknown_key(file, table, keys, key)
+        yield table, key, _read_value(file, table, keys[key], value)
+
+
+def _read_pools(file: _File, content: Any) -> Iterator[tuple[str, str, Any]]:
+    for name, pool in content.items() if isinstance(content, dict) else [("", None)]:
+        if not isinstance(pool, dict) or not _POOL_NAME.fullmatch(name):
+            at = file.at(_POOLS, name) if name else file.at(_POOLS)
+            raise SettingsError.of(
+                f"{at}: {name or _POOLS} is no pool",
+                expected="tables [pools.NAME], with names of letters, digits, - and _, such as [pools.g2]",
+                do="write such a line, and the pool's keys below it",
+            )
+        yield from _read_table(file, f"{_POOL}{name}", PoolSettings, pool)
 
 
 def _parse_toml(file: _File) -> dict[str, Any]:
@@ -389,7 +582,7 @@ def _read_value(file: _File, table: str, spec: Field[Any], value: Any) -> Any:
         return spec.metadata["read"](value, file)
     except (_UnfitError, OSError):  # OSError: a path that the system refuses to look up, such as one too long
         raise SettingsError.of(
-            f"{file.at(table, spec.name)}: {table}.{spec.name} is {value!r}",
+            f"{file.at(*table.split('.'), spec.name)}: {table}.{spec.name} is {value!r}",
             expected=spec.metadata["expected"],
             do=f"correct it, or delete it: then it is {spec.metadata['default']}",
         ) from None
@@ -400,23 +593,22 @@ def _unknown_table(file: _File, table: str) -> SettingsError:
     wrong = "is not written as a table" if table in _TABLES else "is not a table of the settings"
     return SettingsError.of(
         f"{file.at(table)}: {table} {wrong}",
-        expected=", ".join(f"[{name}]" for name in _TABLES),
+        expected=", ".join(f"[{name}]" for name in (*_TABLES, "pools.NAME")),
         do=f"write [{nearest}] as a line, and its keys below" if nearest else "delete it",
     )
 
 
-def _unknown_key(file: _File, table: str, key: str) -> SettingsError:
-    keys = _keys_of(_TABLES[table])
+def _unknown_key(file: _File, table: str, keys: Mapping[str, object], key: str) -> SettingsError:
     nearest = nearest_name(key, keys)
     return SettingsError.of(
-        f"{file.at(table, key)}: {key} is not a key of [{table}]",
+        f"{file.at(*table.split('.'), key)}: {key} is not a key of [{table}]",
         expected=", ".join(keys),
         do=f"write {nearest}" if nearest else "delete it",
     )
 
 
 def _keys_of(schema: type[Any]) -> dict[str, Field[Any]]:
-    return {spec.name: spec for spec in fields(schema)}
+    return {spec.name: spec for spec in fields(schema) if "read" in spec.metadata}
 
 
 _HEADER: Final = re.compile(r"\s*\[+([^\]=]+)\]")

@@ -18,7 +18,6 @@ from taas_magic.wire_data import (
     DeliveryFailed,
     DeliveryProgress,
     PrepareDelivery,
-    StartDelivery,
 )
 
 #: Raised when a message changes its meaning. Kernel and runner must agree on it.
@@ -72,6 +71,10 @@ class CellTask(msgspec.Struct, frozen=True):
     keep: bool = False
     #: Which of the kept ranks run the cell, in order; all of them where it is empty. The others take the parcel only.
     ranks: list[Rank] = []
+    #: ``environment`` is only what the notebook has set: it is added to what the machine has.
+    adds_to_environment: bool = False
+    #: Where the notebook's directories are on this machine: (there, here).
+    moved: list[tuple[str, str]] = []
 
 
 class FailureReport(msgspec.Struct, frozen=True):
@@ -135,6 +138,10 @@ class Submit(Message, frozen=True):
     idle_s: float = 0.0
     #: The delivery of data that was prepared for it; "" without one.
     delivery_id: str = ""
+    #: How many ranks each machine of the pool has, the runner's own first; empty for all of them here.
+    ranks_of_machines: list[Rank] = []
+    #: What the ranks of the runner's own machine get in addition to the environment of the task.
+    environment_here: dict[str, str] = {}
 
 
 class Interrupt(Message, frozen=True):
@@ -257,6 +264,30 @@ class Ready(Message, frozen=True):
 
     num_gpus: int
     seconds: float
+
+
+class Waiting(Message, frozen=True):
+    """What is waited for before a run can start, for people; "" once it is there."""
+
+    text: str
+    run_id: str = ""
+
+
+class PoolMachine(msgspec.Struct, frozen=True):
+    """A machine of a pool: what it is called, how many ranks it can hold, and why it cannot be used, if it cannot."""
+
+    name: str
+    num_gpus: int
+    has_cuda: bool
+    lost: str = ""
+    #: How many of its GPUs nobody has; -1 where it has not said so.
+    free: int = -1
+
+
+class PoolReady(Message, frozen=True):
+    """Gateway to kernel: the machines of the pool are ready for runs, the head first."""
+
+    machines: list[PoolMachine]
 
 
 class ImportsDone(Message, frozen=True):
@@ -404,6 +435,8 @@ ToKernel = (
     Welcome
     | Denied
     | Ready
+    | Waiting
+    | PoolReady
     | ImportsDone
     | RunStarted
     | Notice
@@ -420,140 +453,6 @@ ToKernel = (
     | DeliveryProgress
     | DeliveryFailed
 )
-
-# -- runner and zygotes ----------------------------------------------------------------------------------------------
-
-
-class Warm(Message, frozen=True):
-    """Zygote to runner: imports are done."""
-
-    num_gpus: int
-    seconds: float
-
-
-class StartRun(Message, frozen=True):
-    """Runner to zygote: fork a run zygote; its control socket comes as a descriptor."""
-
-
-class ForkPreloaded(Message, frozen=True):
-    """Runner to zygote: fork a zygote with more imports; its socket comes as a descriptor."""
-
-    modules: list[str]
-    environment: dict[str, str]
-
-
-class Preloaded(Message, frozen=True):
-    """Preloaded zygote to runner: its imports are done."""
-
-    modules: list[str]
-    seconds: float
-    #: All modules that it has now, those included that others brought along.
-    loaded: list[str] = []
-
-
-class PreloadRefused(Message, frozen=True):
-    """Preloaded zygote to runner, before it ends: this module makes a process that cannot be forked safely."""
-
-    module: str
-    reason: str
-
-
-class GuardedProject(msgspec.Struct, frozen=True):
-    """A project that ranks other than 0 are not to write in, and what they need to write all the same."""
-
-    project: str
-    writable: list[str]
-    environment: dict[str, str]
-    #: Where the directories of runs are made.
-    run_dirs: str
-
-
-class PrepareRun(Message, frozen=True):
-    """Runner to run zygote: fork the agent, and by it the ranks, which then wait for :class:`Begin`."""
-
-    num_ranks: int
-    max_restarts: int = 0
-    #: Of the run that is expected; another may come.
-    guarded: GuardedProject | None = None
-
-
-class RunBegins(Message, frozen=True):
-    """Runner to run zygote: the ranks have been given their task."""
-
-    run_id: str
-    #: Whether ranks other than 0 are to be kept from writing in the project.
-    guards_writes: bool
-
-
-class RankDescriptors(Message, frozen=True):
-    """Runner to run zygote: stdout, stderr and control socket of one rank come as descriptors."""
-
-    rank: Rank
-
-
-class SignalRanks(Message, frozen=True):
-    """Runner to run zygote: send a signal to ranks that are still alive."""
-
-    ranks: list[Rank]
-    signal: int
-
-
-class EndRun(Message, frozen=True):
-    """Runner to run zygote: kill whatever is left of the run, and end."""
-
-
-ToZygote = StartRun | ForkPreloaded | StartDelivery
-ToRunZygote = PrepareRun | RankDescriptors | RunBegins | SignalRanks | EndRun
-
-
-class RankForked(Message, frozen=True):
-    """Run zygote to runner and agent: a rank has a process."""
-
-    rank: Rank
-    pid: int
-
-
-class RankExited(Message, frozen=True):
-    """Run zygote to runner and agent: a rank's process ended; ``exit_code`` as ``subprocess`` has it."""
-
-    rank: Rank
-    exit_code: int
-
-
-class AgentExited(Message, frozen=True):
-    """Run zygote to runner: the agent ended."""
-
-    exit_code: int
-
-
-class RunNotice(Message, frozen=True):
-    """Run zygote to runner: something that the user should know of the place where the run is."""
-
-    text: str
-
-
-class RunOver(Message, frozen=True):
-    """Run zygote to runner: no process of the run is left."""
-
-
-FromZygote = Warm | Preloaded | PreloadRefused
-FromRunZygote = RankForked | RankExited | AgentExited | RunNotice | RunOver
-
-
-class Spawn(Message, frozen=True):
-    """Agent to run zygote: fork a rank with this environment (torchrun's contract)."""
-
-    local_rank: Rank
-    rank: Rank
-    environment: dict[str, str]
-
-
-class StopRanks(Message, frozen=True):
-    """Agent to run zygote: a generation is over, end its ranks; answered by their :class:`RankExited`."""
-
-
-FromAgent = Spawn | StopRanks
-ToAgent = RankForked | RankExited
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Fixtures of a wider scope are set up before it, so what they start belongs to the time before the test.
     """
-    if request.node.get_closest_marker("process") is None:
+    if request.node.get_closest_marker("process") is None or request.node.get_closest_marker("module_leak_check"):
         yield
         return
     request.getfixturevalue("private_temp")

@@ -39,6 +39,7 @@ from taas_magic.wire import (
     RunEnded,
     Submit,
     TransferProgress,
+    Waiting,
 )
 from taas_magic.wire_base import MemoryFile
 
@@ -92,6 +93,8 @@ class RunRequest:
     mirror: Mirror | None = None
     #: The delivery of data that was prepared for it; "" without one.
     delivery_id: str = ""
+    #: How many ranks each machine of the pool has; empty for all on this machine.
+    ranks_of_machines: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> list[int]:
@@ -164,6 +167,7 @@ class ActiveRun:
             kept_id=request.kept_id,
             idle_s=request.idle_s,
             delivery_id=request.delivery_id,
+            ranks_of_machines=list(request.ranks_of_machines),
         )
         with counted_interrupts() as interrupts:
             if request.kept_id and request.mirror is not None:
@@ -251,6 +255,8 @@ class ActiveRun:
             self._finish(message)
         elif isinstance(message, TransferProgress):
             self._show(lambda: self._packing.tell(message.done_bytes, message.total_bytes))
+        elif isinstance(message, Waiting):
+            self._show(lambda: self._view.progress(message.text))
         elif isinstance(message, Notice):
             self._show(lambda: self._view.notice(message.text))
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,12 +15,23 @@ from typing import IO, Any
 
 import msgspec
 
-import taas_magic
 from taas_magic.errors import RunnerLostError, VersionMismatchError
-from taas_magic.namespace.process_state import scrubbed
+from taas_magic.starting import start_runner
 from taas_magic.units import format_exit
 from taas_magic.versions import own_versions
-from taas_magic.wire import Denied, Hello, ImportsDone, KeptEnded, Ready, Shutdown, ToKernel, Welcome
+from taas_magic.wire import (
+    Denied,
+    Hello,
+    ImportsDone,
+    KeptEnded,
+    PoolMachine,
+    PoolReady,
+    Ready,
+    Shutdown,
+    ToKernel,
+    Waiting,
+    Welcome,
+)
 from taas_magic.wire_base import Message
 
 _HANDSHAKE_S = 30.0
@@ -35,7 +45,10 @@ class RunnerProcess:
     that it is us who speaks.
     """
 
-    def __init__(self) -> None:
+    #: What serves; a gateway does so on behalf of another machine.
+    _module = "taas_magic.runner"
+
+    def __init__(self, more: str = "") -> None:
         base = os.environ.get("XDG_RUNTIME_DIR")
         # A socket's path may have 107 characters; a runtime directory is short, a TMPDIR need not be.
         parent = base if base and os.access(base, os.W_OK) and len(base) < 60 else None
@@ -46,36 +59,17 @@ class RunnerProcess:
         self._decoder: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
         self._log: IO[bytes] = (self.directory / "runner.log").open("wb")
         self.ready: Ready | None = None
+        #: The machines of its pool, where it stands for one.
+        self.machines: list[PoolMachine] = []
+        #: What it says that is waited for.
+        self.waits_for = ""
         #: Modules that the runner was asked to have imported, and has not answered for.
         self.pending_imports: list[str] = []
         #: Why kept ranks have ended, by their id.
         self.kept_ended: dict[str, str] = {}
         #: CUDA_VISIBLE_DEVICES as the zygote counts its GPUs by.
         self.cuda_visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = scrubbed(dict(os.environ))
-        # The package may be imported from a checkout that only this process's sys.path knows.
-        home = str(Path(taas_magic.__file__).resolve().parent.parent)
-        inherited = environment.get("PYTHONPATH")
-        # Last, so that it changes nothing about where anything else is found.
-        environment["PYTHONPATH"] = f"{inherited}{os.pathsep}{home}" if inherited else home
-        process = subprocess.Popen(
-            # -P: a `random.py` in the project must not become the runner's `random`.
-            [sys.executable, "-P", "-m", "taas_magic.runner", str(self.directory), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            # Jupyter interrupts the kernel's whole process group; a run is interrupted by message.
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(self._token.encode() + b"\n")
-            process.stdin.close()
-        return process
+        self.process = start_runner(self.directory, self._token, self._log, self._module, more)
 
     @property
     def is_alive(self) -> bool:
@@ -144,6 +138,11 @@ class RunnerProcess:
             message = self._decoder.decode(data)
             if isinstance(message, Ready):
                 self.ready = message
+            elif isinstance(message, PoolReady):
+                self.machines = message.machines
+                self.ready = Ready(0, 0.0)
+            elif isinstance(message, Waiting) and not message.run_id:
+                self.waits_for = message.text
             elif isinstance(message, ImportsDone):
                 self.pending_imports = []
             elif isinstance(message, KeptEnded):

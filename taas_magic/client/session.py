@@ -66,6 +66,8 @@ class Place:
 
     num_ranks: int
     rehearse: bool
+    #: How many ranks each machine of a pool has; empty where all are on this machine.
+    ranks_of_machines: tuple[int, ...] = ()
 
     @property
     def notice(self) -> str:
@@ -76,12 +78,15 @@ class Place:
 
 
 class Session:
-    """One notebook's connection to its local runner; a lost runner is replaced at the next run."""
+    """One notebook's connection to its local runner; a lost runner is replaced at the next run.
 
-    def __init__(self) -> None:
+    Args:
+        store: What was sent, so that it need not be sent again; it is there for as long as the kernel.
+    """
+
+    def __init__(self, store: BlockStore | None = None) -> None:
         self._runner: RunnerProcess | None = None
-        #: What was sent, so that it need not be sent again; it is there for as long as the kernel.
-        self.store = BlockStore(0)
+        self.store = BlockStore(0) if store is None else store
         self._kept: Kept | None = None
         #: Held by the thread that talks with the runner; its connection is for one at a time.
         self._lock = threading.Lock()
@@ -92,7 +97,10 @@ class Session:
         """Start the runner in the background, unless one is there. Costs a process start and no waiting."""
         if self._runner is None or not self._runner.is_alive:
             self.close()
-            self._runner = RunnerProcess()
+            self._runner = self._new_runner()
+
+    def _new_runner(self) -> RunnerProcess:
+        return RunnerProcess()
 
     def ready_runner(self, view: View) -> tuple[RunnerProcess, Ready]:
         """The connected runner with a warm zygote; waits for it, and says so where that takes long.
@@ -116,16 +124,22 @@ class Session:
     def _await_zygote(self, runner: RunnerProcess, view: View) -> None:
         started = time.monotonic()
         has_said = False
+        shown = ""
         while runner.ready is None:
             for message in runner.receive(0.05):
                 if isinstance(message, Denied):
                     raise RunnerLostError.of(message.reason, do="fix what it says, then run the cell again")
+            if runner.waits_for != shown:
+                shown = runner.waits_for
+                view.progress(shown)
             waited = time.monotonic() - started
-            if waited > _SAY_SOMETHING_AFTER_S and not has_said and runner.ready is None:
+            if waited > _SAY_SOMETHING_AFTER_S and not has_said and not shown and runner.ready is None:
                 has_said = True
                 view.notice("warming up: importing torch once, for all runs of this notebook ...")
             if waited > _WARM_UP_S:
                 raise RunnerLostError.of(f"the zygote did not get warm within {_WARM_UP_S:.0f} s\n{runner.log_tail()}")
+        if shown:
+            view.progress("")
 
     def preload(self, modules: list[str], environment: dict[str, str]) -> None:
         """Let the runner import what the notebook has imported; does not wait."""

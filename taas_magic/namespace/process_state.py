@@ -12,8 +12,9 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 #: Variables of schedulers and launchers that a rank must not inherit: libraries would believe them (Lightning reads
@@ -69,11 +70,15 @@ def capture(environment: dict[str, str]) -> ProcessState:
     )
 
 
-def apply(state: ProcessState) -> None:
-    """Set this process up like the one that was captured, except for its environment (see :func:`set_environment`)."""
-    os.chdir(state.directory)
-    sys.path[:] = state.sys_path
-    sys.argv[:] = state.argv
+def apply(state: ProcessState, moved: Sequence[tuple[str, str]] = ()) -> None:
+    """Set this process up like the one that was captured, except for its environment (see :func:`set_environment`).
+
+    Args:
+        state: What was captured.
+        moved: Where directories are here that are elsewhere there: (there, here). Then this is another machine.
+    """
+    apply_place(state, moved)
+    sys.argv[:] = [_moved(word, moved) for word in state.argv]
     warnings.filters[:] = state.warning_filters  # type: ignore[index]
     warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
     _apply_logging(state)
@@ -83,6 +88,26 @@ def apply(state: ProcessState) -> None:
 
         np.set_printoptions(**state.numpy_print_options)
     apply_random(state.random_states)
+
+
+def apply_place(state: ProcessState, moved: Sequence[tuple[str, str]] = ()) -> None:
+    """Go to where the captured process was, and find modules where it did."""
+    if not moved:
+        os.chdir(state.directory)
+        sys.path[:] = state.sys_path
+        return
+    directory = _moved(state.directory, moved)
+    os.chdir(directory if Path(directory).is_dir() else moved[0][1])
+    # Another machine's own packages are in directories of its own.
+    there = [path for each in state.sys_path if (path := _moved(each, moved)) != each or not each]
+    sys.path[:] = list(dict.fromkeys([*there, *sys.path]))
+
+
+def _moved(path: str, moved: Sequence[tuple[str, str]]) -> str:
+    for there, here in moved:
+        if path == there or path.startswith(there.rstrip("/") + "/"):
+            return here + path[len(there.rstrip("/")) :]
+    return path
 
 
 def set_environment(environment: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 
 from taas_magic.client.failures import describe_exit, exception_of
+from taas_magic.client.pools import PoolSession
 from taas_magic.client.progress import Progress
 from taas_magic.client.run import RunOutcome, RunRequest
 from taas_magic.client.runner_process import RunnerProcess
@@ -98,7 +100,7 @@ def run_cell(
     """
     pragma = parsed.pragma
     settings = load_settings(Path.cwd(), os.environ)
-    environment = _environment(pragma)
+    environment = _environment(pragma, session)
     session.warm_up()
     kept = _kept_for(session, pragma)
     # IPython's transformation takes milliseconds a magic, and is asked for more than once.
@@ -115,10 +117,7 @@ def run_cell(
             if pragma.cpus is not None:
                 print(describe_delivery(loaders, pragma, settings.delivery.processes))
             return
-        runner, ready = session.ready_runner(view)
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        num_gpus = visible_gpus(ready.num_gpus, runner.cuda_visible_devices, visible)
-        place = place_locally(pragma, num_gpus, settings) if kept is None else kept.place
+        runner, place = _runner_and_place(session, pragma, settings, environment, view, kept)
         request = _request(shell, parsed, packed, place, settings, environment, session, kept)
         for notice in _first_notices(place, pragma, settings, kept):
             view.notice(notice)
@@ -149,6 +148,30 @@ def run_cell(
         take_results(outcome.rank_results or [])
         outcome.rank_results = None
     _conclude(view, outcome, pragma, settings)
+
+
+def _runner_and_place(  # noqa: PLR0917 - everything that a place depends on
+    session: Session,
+    pragma: Pragma,
+    settings: Settings,
+    environment: dict[str, str],
+    view: NotebookView,
+    kept: Kept | None,
+) -> tuple[RunnerProcess, Place]:
+    """What runs the cell, and where its ranks go.
+
+    Raises:
+        RunnerLostError: if it cannot be reached.
+        PlacementError: if the place cannot hold the run.
+    """
+    if isinstance(session, PoolSession) and kept is None:
+        return session.ready_for(pragma, view)
+    runner, ready = session.ready_runner(view)
+    if kept is not None:
+        return runner, kept.place
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    num_gpus = visible_gpus(ready.num_gpus, runner.cuda_visible_devices, visible)
+    return runner, place_locally(pragma, num_gpus, settings)
 
 
 def _kept_for(session: Session, pragma: Pragma) -> Kept | None:
@@ -283,17 +306,29 @@ def _deliver(  # noqa: PLR0917 - everything that a delivery depends on
 def rank_environment() -> dict[str, str]:
     """The environment that ranks get, before an environment file and torchrun's variables are added."""
     environment = process_state.scrubbed(dict(os.environ))
-    # The ranks of one machine need no interface that others can reach.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Front ends know colours and carriage returns. rich's live displays move the cursor up: every frame would stay.
     environment.setdefault("TTY_INTERACTIVE", "0")
     return environment
 
 
-def _environment(pragma: Pragma) -> dict[str, str]:
+def added_in_this_process(environment: dict[str, str]) -> dict[str, str]:
+    """What the notebook has set, in contrast to what the kernel was started with: other machines have their own."""
+    before = {}
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
+            name, _, value = os.fsdecode(entry).partition("=")
+            before[name] = value
+    return {name: value for name, value in environment.items() if before.get(name) != value}
+
+
+def _environment(pragma: Pragma, session: Session) -> dict[str, str]:
     environment = rank_environment()
+    if isinstance(session, PoolSession):
+        whole, environment = environment, added_in_this_process(environment)
+        if session.pool.env_file is not None:
+            environment.update(read_env_file(session.pool.env_file, whole))
     if pragma.env_file is not None:
-        environment.update(read_env_file(Path(pragma.env_file).expanduser(), environment))
+        environment.update(read_env_file(Path(pragma.env_file).expanduser(), rank_environment()))
     return environment
 
 
@@ -355,7 +390,7 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
         source=parsed.code,
         execution_count=number_of_cell(shell),
         num_ranks=place.num_ranks,
-        project=str(settings.project.directory),
+        project=str(session.project if isinstance(session, PoolSession) else settings.project.directory),
         writable=[str(path) for path in settings.project.writable],
         writes=pragma.writes,
         environment=environment,
@@ -368,6 +403,7 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
         rank_results=pragma.rank_results,
         keep=pragma.keep or kept is not None,
         ranks=[] if pragma.rank == "all" else sorted(pragma.rank),
+        adds_to_environment=isinstance(session, PoolSession),
     )
     mirror = kept.mirror if kept is not None else None
     if pragma.keep and kept is None:
@@ -382,6 +418,7 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
         kept_id=kept.id if kept is not None else "",
         idle_s=settings.keep.idle_s,
         mirror=mirror,
+        ranks_of_machines=place.ranks_of_machines,
     )
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from taas_magic.client.pools import PoolSession, describe_pool
 from taas_magic.client.session import Session
 from taas_magic.errors import PragmaError, TaasError
 from taas_magic.notebook.cell import rank_environment, require_kept, run_cell, run_cell_for_value
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
+from taas_magic.pools import find_pool
 from taas_magic.pragma import ParsedCell, Pragma, parse_cell, parse_flags, parse_magic_cell, parse_plain_cell
+from taas_magic.settings import load_settings
 
 #: The cell magics that a cell becomes that has a pragma, or that has none; not for users, whose magic is ``%%taas``.
 _PRAGMA_MAGIC, _PLAIN_MAGIC = "taas_pragma_cell", "taas_plain_cell"
@@ -25,7 +30,12 @@ class Extension:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
-        self.session = Session()
+        #: The local place.
+        self._local = Session()
+        #: The places that cells have named, by their pools' names.
+        self._pools: dict[str, PoolSession] = {}
+        #: The place of the last cell; what is said of ranks that are kept is said of those there.
+        self.session: Session = self._local
         self._is_transforming = True
         #: What plain cells are run with, on ranks; None where they are the kernel's.
         self._auto: Pragma | None = None
@@ -48,7 +58,7 @@ class Extension:
             self.shell.register_magic_function(function, kind, name)  # type: ignore[arg-type, unused-ignore]
         self.shell.events.register("post_run_cell", self.preload)
         self.shell.showtraceback = self.show_traceback  # type: ignore[method-assign, unused-ignore]
-        self.session.warm_up()
+        self._local.warm_up()
 
     def remove(self) -> None:
         """Undo :meth:`install` and end the runner."""
@@ -64,7 +74,8 @@ class Extension:
                 table.pop(name, None)
             else:
                 table[name] = previous
-        self.session.close()
+        for session in (self._local, *self._pools.values()):
+            session.close()
 
     # -- cells ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +126,40 @@ class Extension:
             self._run(parse_magic_cell(line, cell))
 
     def _run(self, parsed: ParsedCell) -> None:
+        self.session = self._session_for(parsed.pragma)
         run_cell(self.shell, self.session, parsed, self._plain_transform)
+
+    def _session_for(self, pragma: Pragma) -> Session:
+        """Where a cell runs: in the pool that it names; else where ranks are kept, or on this machine.
+
+        Raises:
+            PlacementError: if there is no such pool.
+            SettingsError: if the settings are not valid.
+        """
+        settings = load_settings(Path.cwd(), os.environ)
+        if pragma.pool is None:
+            return self.session if self.session.kept is not None else self._local
+        pool = find_pool(settings, pragma.pool)
+        if pool.engine == "local":
+            return self._local
+        session = self._pools.get(pool.name)
+        if session is not None and session.pool != pool:
+            session.close()
+            session = None
+        if session is None:
+            session = self._pools[pool.name] = PoolSession(pool, settings, self._local.store)
+        return session
+
+    def describe_pools(self) -> str:
+        """The pools of the settings, a line each, with their machines as far as they are known."""
+        settings = load_settings(Path.cwd(), os.environ)
+        if not settings.pools:
+            return "no pools: add [pools.NAME] to taas.toml; until then `#!NAME.8` means this machine"
+        lines = []
+        for name, pool in settings.pools.items():
+            session = self._pools.get(name)
+            lines.append(f"{name}: {describe_pool(pool, session.machines if session is not None else [])}")
+        return "\n".join(lines)
 
     def pull(self, name: str, ranks: str) -> Any:
         """The value of an expression on kept ranks: one, or a list where several are asked for."""

@@ -22,6 +22,7 @@ _HELP = """\
 %taas pull NAME [--rank RANKS]     the value that ranks that were kept have under a name; a list with `--rank all`
 %taas push NAME [NAME ...]   give the notebook's values to all ranks that were kept, in place of theirs
 %taas auto FLAGS             run plain cells on ranks from here on, with these flags; `%taas auto off` ends that
+%taas pools                  the pools of the settings, their machines, and what is free
 %taas release                end the ranks that were kept
 %taas restart                end the runner and start a new one
 %taas help                   this text
@@ -53,6 +54,7 @@ def _command(extension: Extension, line: str) -> Any:
         "auto": lambda _, __: _auto(extension, line),
         "pull": _pull,
         "push": _push,
+        "pools": lambda extension, _: print(extension.describe_pools()),
         "release": _release,
         "restart": _restart,
         "help": lambda _, __: print(_HELP),

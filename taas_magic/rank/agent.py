@@ -7,12 +7,15 @@ who decides about membership: a generation's members are fixed, so the rendezvou
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import secrets
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import Any
 
@@ -25,41 +28,75 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.wire import PrepareRun, RankExited, RankForked, Spawn, StopRanks, ToAgent
+from taas_magic.rank.identity import INTERFACE_VARIABLES, own_place
+from taas_magic.wire_zygote import PrepareRun, RankExited, RankForked, Spawn, StopRanks, ToAgent
 
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACE = "lo"
+_SIOCGIFADDR = 0x8915
 _MONITOR_INTERVAL_S = 0.01
 
 
-def run_agent(order: PrepareRun, sock: socket.socket) -> None:
-    """Run the agent of one run to its end. Exits 0 if all ranks did."""
+def run_agent(order: PrepareRun, sock: socket.socket, listener: list[int]) -> None:
+    """Run the agent of one run to its end. Exits 0 if all ranks did.
+
+    Args:
+        order: How many ranks there are, and where they meet those of other machines.
+        sock: Its end of the connection to the run zygote.
+        listener: The descriptor of the socket at which the run's machines meet, on the first of several.
+    """
     setproctitle.setproctitle("taas: agent")
     logging.disable(logging.WARNING)
     channel: Channel[ToAgent] = Channel(sock, ToAgent)
     spec = WorkerSpec(
         role="default",
         local_world_size=order.num_ranks,
-        rdzv_handler=FixedMembership(secrets.token_hex(4)),
+        rdzv_handler=FixedMembership(order, listener),
         entrypoint="taas",
         max_restarts=order.max_restarts,
         monitor_interval=_MONITOR_INTERVAL_S,
     )
     try:
-        result = ForkingAgent(spec, channel).run()
+        result = ForkingAgent(spec, channel, order).run()
     except (ChannelClosedError, SignalException):
         sys.exit(1)
     sys.exit(1 if result.is_failed() else 0)
 
 
+def _interface_of(order: PrepareRun) -> str:
+    """The interface that gloo and NCCL are to use; "" where they had better look for themselves."""
+    if order.num_nodes == 1:
+        # The ranks of one machine need no interface that others can reach.
+        return _LOOPBACK_INTERFACE
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, contextlib.suppress(OSError):
+        # Nothing is sent by that: it only says from which address one would.
+        probe.connect((order.master_addr, order.master_port or 1))
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if _address_of(probe, name) == own:
+                return name
+    return ""
+
+
+def _address_of(sock: socket.socket, interface: str) -> str:
+    with contextlib.suppress(OSError):
+        answer = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
 class FixedMembership(RendezvousHandler):
-    """A rendezvous whose members are known: this machine. It hosts the store that the ranks meet at.
+    """A rendezvous whose members are known: the machines of the run. The first hosts the store that the ranks meet at.
 
     The store listens on a port that the system chose and that stays bound from then on, so nobody can take it in
     between.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, order: PrepareRun, listener: list[int]) -> None:
+        # All machines have to say the same.
+        self._run_id = "run" if order.num_nodes > 1 else secrets.token_hex(4)
+        self._order = order
+        self._listener = listener
         self._closed = False
         self._store: dist.TCPStore | None = None
 
@@ -74,10 +111,14 @@ class FixedMembership(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See the base class."""
-        if self._store is None:
-            self._store = _listening_store()
+        order = self._order
+        address = order.master_addr or _LOOPBACK
+        if self._store is None and order.node_rank == 0:
+            self._store = _listening_store(address, self._listener)
+        elif self._store is None:
+            self._store = dist.TCPStore(address, order.master_port, is_master=False, wait_for_workers=False)
         store = dist.PrefixStore(f"{self._run_id}/", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._store.port))
+        return RendezvousInfo(store, order.node_rank, order.num_nodes, RendezvousStoreInfo(address, self._store.port))
 
     def is_closed(self) -> bool:
         """See the base class."""
@@ -101,20 +142,23 @@ class FixedMembership(RendezvousHandler):
         return True
 
 
-def _listening_store() -> dist.TCPStore:
-    """A store that listens on loopback only; by itself torch's listens on every interface."""
-    listener = socket.create_server((_LOOPBACK, 0), backlog=1024)
+def _listening_store(address: str, listeners: list[int]) -> dist.TCPStore:
+    """A store that listens on one address only; by itself torch's listens on every interface."""
+    listener = socket.socket(fileno=listeners[0]) if listeners else socket.create_server((address, 0), backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
 
 
 class ForkingAgent(SimpleElasticAgent):
     """Torch elastic's agent; see torch/distributed/elastic/agent/server/api.py for what each method has to do."""
 
-    def __init__(self, spec: WorkerSpec, channel: Channel[ToAgent]) -> None:
+    def __init__(self, spec: WorkerSpec, channel: Channel[ToAgent], order: PrepareRun) -> None:
         super().__init__(spec, exit_barrier_timeout=30)
+        #: The interface by which ranks of several machines reach each other; loopback where there is one machine.
+        self._interface = _interface_of(order)
+        self._own_place = {**order.environment, **own_place(order)}
         self._channel = channel
         self._pids: dict[int, int] = {}
         self._exit_codes: dict[int, int] = {}
@@ -148,6 +192,8 @@ class ForkingAgent(SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            **self._own_place,
+            **(dict.fromkeys(INTERFACE_VARIABLES, self._interface) if self._interface else {}),
         }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ from taas_magic.namespace.track import Tracker
 from taas_magic.rank import comms, landlock, meeting, output, rehearse, rulesets, shell
 from taas_magic.rank.control import Control, Homebringer
 from taas_magic.rank.failure import Explain, missing_name_hint, report_failure
+from taas_magic.rank.identity import on_this_machine, rank_environment
 from taas_magic.rank.writes import WriteGuard, writable_for_all
 from taas_magic.wire import (
     CellFailed,
@@ -41,9 +43,9 @@ from taas_magic.wire import (
     RankResting,
     RankResult,
     Settle,
-    Spawn,
 )
 from taas_magic.wire_data import ToDataRank
+from taas_magic.wire_zygote import Spawn
 
 
 def run_rank(spawn: Spawn, stdout_fd: int, stderr_fd: int, control_socket: socket.socket) -> None:
@@ -102,7 +104,7 @@ class _Rank:
 
     def serve(self, task: CellTask, parcel_fds: list[int]) -> bool:
         """Run the cell, and others as long as they come; returns whether the last one went well."""
-        self._task = task
+        self._task = on_this_machine(task, self._spawn)
         self._set_up()
         succeeded = self._run(parcel_fds)
         while True:
@@ -112,7 +114,7 @@ class _Rank:
             if isinstance(order, Settle):
                 self._settle(order)
                 continue
-            previous, self._task = self._task, order.task
+            previous, self._task = self._task, on_this_machine(order.task, self._spawn)
             self._take_over_environment(previous.environment)
             self._control.begin_cell()
             succeeded = self._run(fds)
@@ -172,7 +174,7 @@ class _Rank:
         world_size = int(self._spawn.environment["WORLD_SIZE"])
         setproctitle.setproctitle(f"taas: rank {rank}")
         taas._place.current = taas._place.Place(rank, world_size, local_rank, is_in_run=True)
-        environment = {**self._task.environment, **self._spawn.environment}
+        environment = rank_environment(self._task, self._spawn)
         threads = max(1, (os.cpu_count() or 1) // int(self._spawn.environment["LOCAL_WORLD_SIZE"]))
         threads = int(environment.setdefault("OMP_NUM_THREADS", str(threads)) or threads)
         process_state.set_environment(environment)
@@ -213,12 +215,15 @@ class _Rank:
             self._lasting_explanations.append(rehearse.explain)
 
     def _load(self, control: Control, parcel_fds: list[int]) -> None:
+        task = self._task
         if self._kept is not None:
-            received = self._kept.load(parcel_fds, _apply_place)
+            # A kept rank's random states and settings are its own.
+            received = self._kept.load(parcel_fds, functools.partial(process_state.apply_place, moved=task.moved))
             for problem in self._kept.problems:
                 sys.stderr.write(f"taas: rank {self._spawn.rank}: {problem}\n")
         else:
-            received = load_namespace(parcel_fds, self._main, before_names=process_state.apply)
+            apply = functools.partial(process_state.apply, moved=task.moved)
+            received = load_namespace(parcel_fds, self._main, before_names=apply)
             if self._task.keep:
                 self._kept = KeptNamespace(received.common, self._main)
         for fd in parcel_fds:
@@ -302,12 +307,6 @@ class _Rank:
         return [
             LeftOut(self._spawn.rank, entry.what, str(entry.path), entry.count) for entry in self._guard.take_left_out()
         ]
-
-
-def _apply_place(state: process_state.ProcessState) -> None:
-    """Follow the notebook to where it is; a kept rank's random states and settings are its own."""
-    os.chdir(state.directory)
-    sys.path[:] = state.sys_path
 
 
 def _end(status: int) -> None:

@@ -18,7 +18,7 @@ import setproctitle
 from taas_magic import processes
 from taas_magic.channel import Channel
 from taas_magic.namespace.process_state import set_environment
-from taas_magic.wire import ForkPreloaded, Preloaded, PreloadRefused, ToZygote
+from taas_magic.wire_zygote import ForkPreloaded, Preloaded, PreloadRefused, ToZygote
 
 _THREAD_END_S = 1.0
 

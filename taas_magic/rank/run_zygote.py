@@ -21,7 +21,8 @@ from taas_magic import processes
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.rank import landlock, rulesets
 from taas_magic.rank.writes import degraded_notice, writable_for_all
-from taas_magic.wire import (
+from taas_magic.wire_base import Message
+from taas_magic.wire_zygote import (
     AgentExited,
     EndRun,
     FromAgent,
@@ -38,7 +39,6 @@ from taas_magic.wire import (
     StopRanks,
     ToRunZygote,
 )
-from taas_magic.wire_base import Message
 
 
 def serve(control: socket.socket) -> None:
@@ -95,7 +95,7 @@ class _RunZygote:
         elif isinstance(message, PrepareRun):
             if message.guarded is not None and landlock.abi_version() > 0:
                 _prepare_ruleset(message.guarded)
-            self._fork_agent(message)
+            self._fork_agent(message, descriptors)
         elif isinstance(message, RunBegins):
             setproctitle.setproctitle(f"taas: run {message.run_id}")
             if message.guards_writes and landlock.abi_version() == 0:
@@ -110,18 +110,20 @@ class _RunZygote:
 
     # -- the agent -----------------------------------------------------------------------------------------------
 
-    def _fork_agent(self, order: PrepareRun) -> None:
+    def _fork_agent(self, order: PrepareRun, listener: list[int]) -> None:
         ours, theirs = Channel.pair()
-        self.agent_pid = self._fork(lambda: self._run_agent(order, theirs))
+        self.agent_pid = self._fork(lambda: self._run_agent(order, theirs, listener))
         theirs.close()
+        for fd in listener:
+            os.close(fd)
         self.agent = Channel(ours, FromAgent)
         self._selector.register(self.agent.fileno(), selectors.EVENT_READ, self._hear_agent)
 
-    def _run_agent(self, order: PrepareRun, sock: socket.socket) -> None:
+    def _run_agent(self, order: PrepareRun, sock: socket.socket, listener: list[int]) -> None:
         from taas_magic.rank.agent import run_agent
 
         self._close_descriptors()
-        run_agent(order, sock)
+        run_agent(order, sock, listener)
 
     def _hear_agent(self) -> None:
         assert self.agent is not None

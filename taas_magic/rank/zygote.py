@@ -24,16 +24,7 @@ import setproctitle
 from taas_magic import processes
 from taas_magic.channel import Channel, ChannelClosedError, decoder_of
 from taas_magic.rank import delivery, output, preload, rehearse
-from taas_magic.wire import (
-    ForkPreloaded,
-    FromAgent,
-    StartRun,
-    ToAgent,
-    ToRank,
-    ToRunZygote,
-    ToZygote,
-    Warm,
-)
+from taas_magic.wire import ToRank
 from taas_magic.wire_data import (
     FromDataRank,
     FromNursery,
@@ -45,6 +36,7 @@ from taas_magic.wire_data import (
     ToNursery,
     ToProducer,
 )
+from taas_magic.wire_zygote import ForkPreloaded, FromAgent, StartRun, ToAgent, ToRunZygote, ToZygote, Warm
 
 #: What descends from here receives; each decoder takes a millisecond to build.
 _MESSAGES = (

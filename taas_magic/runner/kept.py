@@ -7,13 +7,18 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from taas_magic.channel import ChannelClosedError
+from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.runner.run import Run, Source
 from taas_magic.units import format_exit, format_seconds
-from taas_magic.wire import AgentExited, EndRun, Exit, RankExited, RunOver
+from taas_magic.wire import Exit
+from taas_magic.wire_zygote import AgentExited, EndRun, FromRunZygote, RankExited, RunOver
+
+if TYPE_CHECKING:
+    from taas_magic.runner.parts import RemoteChannel
 
 #: From the permission to end until what is left is killed: functions that run at exit take their time.
 _EXIT_PATIENCE_S = 5.0
@@ -37,6 +42,10 @@ class KeptRanks:
     _since: float = field(default_factory=time.monotonic)
     _ending_since: float | None = None
 
+    def __post_init__(self) -> None:
+        for part in self.last.link.parts:
+            part.listener = self
+
     @property
     def id(self) -> str:
         """The id by which the kernel knows them."""
@@ -51,7 +60,7 @@ class KeptRanks:
         """Everything that can become readable."""
         if self.is_gone:
             return
-        yield Source(self.last.link.channel.fileno(), self._hear_run_zygote)
+        yield Source(self.last.link.channel.fileno(), lambda: self.hear_zygote(self.last.link.channel))
         yield from self.last.rank_sources()
 
     def tick(self) -> None:
@@ -73,16 +82,40 @@ class KeptRanks:
         """End them at once."""
         self.last.link.send(EndRun())
 
-    def _hear_run_zygote(self) -> None:
+    def hear_rank(self, rank: int) -> None:
+        """Take what a rank on another machine says."""
+        self.last.hear_rank(rank)
+
+    def take_output(self, rank: int, kind: str, data: bytes) -> None:
+        """Take what a rank on another machine has written."""
+        self.last.take_output(rank, kind, data)
+
+    def take_notice(self, text: str) -> None:
+        """Pass on what the user should know of another machine's part."""
+        self.last.take_notice(text)
+
+    def hear_zygote(self, channel: Channel[FromRunZygote] | RemoteChannel) -> None:
+        """Take what a run zygote says, of this machine or of another."""
         try:
-            for message, _ in self.last.link.channel.receive_available():
+            for message, _ in channel.receive_available():
                 if isinstance(message, RankExited):
                     self._note_exit(message)
                 elif isinstance(message, AgentExited) and self._ending_since is None:
                     self._lose("their agent ended")
                 elif isinstance(message, RunOver):
-                    self._finish()
+                    self._part_over(channel)
         except (ChannelClosedError, msgspec.MsgspecError):
+            self._part_over(channel)
+
+    def _part_over(self, channel: Channel[FromRunZygote] | RemoteChannel) -> None:
+        link = self.last.link
+        for part in link.parts:
+            if part.zygote is channel:
+                part.is_over = True
+                self._lose(part.lost or f"their processes on {part.machine} ended")
+        if channel is link.channel:
+            for part in link.parts:
+                part.close()
             self._finish()
 
     def _note_exit(self, message: RankExited) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from taas_magic.channel import ChannelClosedError
 from taas_magic.runner.zygote_link import PreloadedZygote, ZygoteLink
-from taas_magic.wire import Preload, Preloaded, PreloadRefused
+from taas_magic.wire import Preload
+from taas_magic.wire_zygote import Preloaded, PreloadRefused
 
 
 class Preloading:

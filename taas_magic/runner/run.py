@@ -18,7 +18,7 @@ from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.runner.cause import choose_cause, uneven_hint
 from taas_magic.runner.hints import death_hint, oom_kills
 from taas_magic.runner.output_log import OutputLog
-from taas_magic.runner.phases import HomePhase, StopCause
+from taas_magic.runner.phases import ALIVE, HomePhase, StopCause
 from taas_magic.runner.run_state import (
     Abort,
     AnnounceStarted,
@@ -35,12 +35,10 @@ from taas_magic.runner.zygote_link import RankLink, RunLink
 from taas_magic.wire import (
     Abandon,
     AbortCollectives,
-    AgentExited,
     CellFailed,
     CellFinished,
     CellStarted,
     Display,
-    EndRun,
     Exit,
     HomeArrived,
     HomeFailed,
@@ -56,8 +54,6 @@ from taas_magic.wire import (
     OutputTaken,
     PackAgain,
     RankDisplay,
-    RankExited,
-    RankForked,
     RankHome,
     RankInput,
     RankResting,
@@ -66,18 +62,27 @@ from taas_magic.wire import (
     ResultArrived,
     ResultTaken,
     RunEnded,
-    RunNotice,
-    RunOver,
     RunStarted,
     Settle,
-    SignalRanks,
     Submit,
     TransferProgress,
+    Waiting,
 )
 from taas_magic.wire_base import MemoryFile, Message
+from taas_magic.wire_zygote import (
+    AgentExited,
+    EndRun,
+    FromRunZygote,
+    RankExited,
+    RankForked,
+    RunNotice,
+    RunOver,
+    SignalRanks,
+)
 
 if TYPE_CHECKING:
     from taas_magic.runner.delivery import Delivery
+    from taas_magic.runner.parts import RemoteChannel
 
 #: Output that the kernel may have waiting, unseen.
 _WINDOW_BYTES = 1024 * 1024
@@ -154,6 +159,9 @@ class Run:
         self._oom_kills = oom_kills()
         #: What prepares its data, if something does.
         self.delivery: Delivery | None = None
+        self._own_zygote_is_over = False
+        for part in link.parts:
+            part.listener = self
         for rank, pid in pids.items():
             self._forked(rank, pid)
 
@@ -163,7 +171,8 @@ class Run:
         """Everything that can become readable."""
         if self.over:
             return
-        yield Source(self.link.channel.fileno(), self._hear_run_zygote)
+        if not self._own_zygote_is_over:
+            yield Source(self.link.channel.fileno(), lambda: self.hear_zygote(self.link.channel))
         yield from self.rank_sources()
         if self.delivery is not None:
             yield from self.delivery.sources()
@@ -195,7 +204,7 @@ class Run:
                 yield Source(rank.stdout_fd, lambda rank=rank: self._read_pipes(rank))  # type: ignore[misc]
             if rank.stderr_fd >= 0:
                 yield Source(rank.stderr_fd, lambda rank=rank: self._read_pipes(rank))  # type: ignore[misc]
-            if rank.channel is not None:
+            if rank.channel is not None and rank.channel.fileno() >= 0:
                 yield Source(rank.channel.fileno(), lambda rank=rank: self._hear_rank(rank))  # type: ignore[misc]
 
     def deadline(self) -> float | None:
@@ -255,23 +264,61 @@ class Run:
 
     # -- processes -----------------------------------------------------------------------------------------------
 
-    def _hear_run_zygote(self) -> None:
+    def hear_zygote(self, channel: Channel[FromRunZygote] | RemoteChannel) -> None:
+        """Take what a run zygote says, of this machine or of another."""
         if self.over:
             return
         try:
-            for message, _ in self.link.channel.receive_available():
+            for message, _ in channel.receive_available():
                 if isinstance(message, RankForked):
                     self._forked(message.rank, message.pid)
                 elif isinstance(message, RankExited):
                     self._rank_exited(message)
                 elif isinstance(message, AgentExited):
-                    self._do(self.state.agent_exited(message.exit_code, time.monotonic()))
+                    self._agent_exited(message, channel)
                 elif isinstance(message, RunNotice):
                     self._send(Notice(self.id, message.text))
                 elif isinstance(message, RunOver):
-                    self._finish()
+                    self._part_over(channel)
         except (ChannelClosedError, msgspec.MsgspecError):
+            self._part_over(channel)
+
+    def hear_rank(self, rank: int) -> None:
+        """Take what a rank on another machine says."""
+        self._hear_rank(self.link.ranks[rank])
+
+    def take_output(self, rank: int, kind: str, data: bytes) -> None:
+        """Take what a rank on another machine has written."""
+        self.log.append(rank, "stdout" if kind == "stdout" else "stderr", data, sealed=self._cursor)
+        self.send_output()
+
+    def take_notice(self, text: str) -> None:
+        """Pass on what the user should know of another machine's part."""
+        self._send(Waiting(text, self.id))
+
+    def _agent_exited(self, message: AgentExited, channel: Channel[FromRunZygote] | RemoteChannel) -> None:
+        part = next((part for part in self.link.parts if part.zygote is channel), None)
+        ranks = self.link.own_ranks if part is None else part.ranks
+        # On another machine than the first, it may be through before others are.
+        if part is None or message.exit_code or any(self.state.phases[each.rank] in ALIVE for each in ranks):
+            self._do(self.state.agent_exited(message.exit_code, time.monotonic()))
+
+    def _part_over(self, channel: Channel[FromRunZygote] | RemoteChannel) -> None:
+        """No process of the run is left on a machine."""
+        if channel is self.link.channel:
+            self._own_zygote_is_over = True
+        else:
+            for part in self.link.parts:
+                if part.zygote is channel:
+                    part.is_over = True
+        if self._own_zygote_is_over:
+            # Where the ranks meet is gone; what is left elsewhere is of no use.
+            for part in self.link.parts:
+                part.close()
+        if self._own_zygote_is_over and all(part.is_over for part in self.link.parts):
             self._finish()
+        elif not self.state.concluded:
+            self._do(self.state.processes_lost("the processes of the run ended", time.monotonic()))
 
     def _forked(self, rank: int, pid: int) -> None:
         self.pids[rank] = pid
@@ -282,7 +329,11 @@ class Run:
         # What it said before its end counts: it may have failed, or be done, in good order.
         self._hear_rank(rank)
         self._read_pipes(rank)
-        hint = death_hint(message.exit_code, oom_kills() - self._oom_kills)
+        part = next((part for part in self.link.parts if any(each is rank for each in part.ranks)), None)
+        if part is None:
+            hint = death_hint(message.exit_code, oom_kills() - self._oom_kills)
+        else:
+            hint = part.lost or f"on {part.machine}"
         self._do(self.state.rank_exited(message.rank, message.exit_code, hint, time.monotonic()))
 
     # -- ranks ---------------------------------------------------------------------------------------------------

@@ -23,19 +23,21 @@ import setproctitle
 import zmq
 
 from taas_magic.channel import ChannelClosedError
+from taas_magic.places import in_directory
+from taas_magic.runner.code import CodeCopy
 from taas_magic.runner.delivery import Delivery
 from taas_magic.runner.kept import KeptRanks
+from taas_magic.runner.members import Parts, spans_machines
 from taas_magic.runner.output_log import OutputLog
 from taas_magic.runner.preloading import Preloading
 from taas_magic.runner.run import Run, Source
 from taas_magic.runner.standby import Standby
-from taas_magic.runner.zygote_link import ZygoteLink
+from taas_magic.runner.zygote_link import Meeting, ZygoteLink
 from taas_magic.versions import mismatch, own_versions
 from taas_magic.wire import (
     PROTOCOL_VERSION,
     CellTask,
     Denied,
-    GuardedProject,
     Hello,
     ImportsDone,
     KeptEnded,
@@ -45,15 +47,28 @@ from taas_magic.wire import (
     ReadStatus,
     Ready,
     ReleaseKept,
+    RunEnded,
     Shutdown,
     Status,
     Submit,
-    ToRunner,
-    Warm,
     Welcome,
 )
 from taas_magic.wire_base import Message
 from taas_magic.wire_data import CancelDelivery, DeliveryFailed, PrepareDelivery
+from taas_magic.wire_machines import (
+    BeginPart,
+    CodeContents,
+    CodeReady,
+    CodeWanted,
+    EndPart,
+    Members,
+    PartData,
+    PartEnded,
+    PartNotice,
+    SyncCode,
+    ToSession,
+)
+from taas_magic.wire_zygote import GuardedProject, Warm
 
 _KEPT_RUNS = 20
 _KEPT_BYTES = 2 * 2**30
@@ -76,13 +91,15 @@ class Server:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(f"ipc://{directory}/runner.sock")
-        self._decoder: msgspec.msgpack.Decoder[ToRunner] = msgspec.msgpack.Decoder(ToRunner)
+        self._decoder: msgspec.msgpack.Decoder[ToSession] = msgspec.msgpack.Decoder(ToSession)
         #: The connection that has said the token; the only one that is listened to.
         self._client: bytes | None = None
         self._zygote = ZygoteLink()
         self._zygote_is_heard = True
         self._preloading = Preloading(self._zygote)
         self._standby = Standby(self._zygote)
+        self._parts = Parts(self._zygote, directory, self._send)
+        self._code = CodeCopy(self._send)
         self._ready: Ready | None = None
         self._run: Run | None = None
         self._ending: list[Run] = []
@@ -114,6 +131,8 @@ class Server:
             for kept in [*self._leaving, *([self._kept] if self._kept else [])]:
                 kept.kill()
             self._close_delivery()
+            self._parts.close()
+            self._code.close()
             self._zygote.close(is_warm=self._ready is not None)
             if not keep_directory:
                 shutil.rmtree(self._directory, ignore_errors=True)
@@ -139,8 +158,9 @@ class Server:
                 self._kept = KeptRanks(self._run) if self._run.state.stays else None
                 self._run = None
         self._ending = [run for run in self._ending if not run.is_done]
+        self._parts.tick()
         self._look_after_kept()
-        has_ranks = self._run is not None or self._kept is not None
+        has_ranks = self._run is not None or self._kept is not None or self._parts.are_here
         if self._ready is not None and not has_ranks and not self._stop:
             self._preloading.advance(is_idle=not self._ending)
             if self._owes_imports and self._preloading.is_settled:
@@ -170,7 +190,9 @@ class Server:
             sources.append(Source(self._preloading.fileno, self._preloading.hear))
         if self._standby.fileno is not None:
             sources.append(Source(self._standby.fileno, self._standby.hear))
-        for run in (self._run, *self._ending, self._kept, *self._leaving, self._delivery):
+        if self._code.fileno is not None:
+            sources.append(Source(self._code.fileno, self._code.send_home))
+        for run in (self._run, *self._ending, self._kept, *self._leaving, self._delivery, self._parts):
             if run is not None:
                 sources += run.sources()
         return sources
@@ -202,6 +224,9 @@ class Server:
     # -- the kernel ----------------------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
+        if isinstance(message, RunEnded):
+            # What the run has made is at home before its end is told.
+            self._code.finish()
         if self._client is not None:
             self._answer(self._client, message)
 
@@ -223,7 +248,7 @@ class Server:
                 continue
             self._obey(frames[0], message)
 
-    def _obey(self, sender: bytes, message: ToRunner) -> None:  # noqa: C901, PLR0912 - a table of messages
+    def _obey(self, sender: bytes, message: ToSession) -> None:  # noqa: C901, PLR0912 - a table of messages
         if isinstance(message, Hello):
             self._welcome(sender, message)
         elif sender != self._client:
@@ -248,6 +273,14 @@ class Server:
                 self._close_delivery()
         elif isinstance(message, Shutdown):
             self._stop = True
+        elif isinstance(message, Members):
+            self._parts.members = self._code.members = message
+        elif isinstance(message, SyncCode | CodeWanted | CodeContents | CodeReady):
+            self._code.take(message)
+        elif isinstance(message, BeginPart):
+            self._parts.begin(message, self._preloading.fit_for(message.environment))
+        elif isinstance(message, PartData | PartNotice | PartEnded | EndPart):
+            self._parts.take(message)
         else:
             for run in (self._run, *self._ending):
                 if run is not None and run.id == message.run_id:
@@ -336,6 +369,7 @@ class Server:
                 self._send(Denied(f"the run cannot be started: {error}", run_id))
                 return
         self._keep(self._run)
+        self._code.watch(run_id)
 
     def _resume(self, submit: Submit, parcel_fds: list[int], delivery: Delivery | None) -> Run:
         """Run a cell in ranks that were kept.
@@ -347,7 +381,7 @@ class Server:
         if kept is None or kept.id != submit.kept_id or kept.ended:
             raise ProcessLookupError("the ranks that were kept have ended")
         last = kept.last
-        task = msgspec.structs.replace(submit.task, run_dir=str(last.directory))
+        task = self._here(submit.task, last.directory)
         pids = dict(enumerate(last.pids))
         run = Run(submit, last.link, last.directory, self._send, pids=pids, is_resumed=True)
         try:
@@ -369,14 +403,19 @@ class Server:
         """
         run_directory = self._directory / f"run-{submit.task.run_id}"
         run_directory.mkdir(mode=0o700)
-        task = msgspec.structs.replace(submit.task, run_dir=str(run_directory))
+        task = self._here(submit.task, run_directory)
         if self._kept is not None:
             # The kernel has let go of them, or would have named them.
             self._kept.release("another run was started")
         preloaded = self._preloading.fit_for(task.environment)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, run_directory, ignore_errors=True)
-            link, pids = self._standby.take(task.num_ranks, preloaded, self._guarded_by(task))
+            if spans_machines(submit):
+                self._standby.discard()
+                link, pids = self._parts.start(submit, preloaded, self._guarded_by(task)), dict[int, int]()
+            else:
+                meeting = Meeting(environment=submit.environment_here)
+                link, pids = self._standby.take(task.num_ranks, preloaded, self._guarded_by(task), meeting)
             undo.callback(link.close)
             if delivery is not None:
                 delivery.connect(link.ranks)
@@ -386,6 +425,12 @@ class Server:
                 run.deliver(delivery)
             undo.pop_all()
         return run
+
+    def _here(self, task: CellTask, run_directory: Path) -> CellTask:
+        """A task with the directories of this machine."""
+        task = msgspec.structs.replace(task, run_dir=str(run_directory))
+        project = self._parts.members.project
+        return in_directory(task, project) if project else task
 
     def _guarded_by(self, task: CellTask) -> GuardedProject | None:
         if task.writes == "all" or task.num_ranks == 1:

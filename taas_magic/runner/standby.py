@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from taas_magic.channel import ChannelClosedError
-from taas_magic.runner.zygote_link import PreloadedZygote, RunLink, ZygoteLink
-from taas_magic.wire import EndRun, GuardedProject, RankForked
+from taas_magic.runner.zygote_link import Meeting, PreloadedZygote, RunLink, ZygoteLink
+from taas_magic.wire_zygote import EndRun, GuardedProject, RankForked
 
 
 class Standby:
@@ -25,6 +25,8 @@ class Standby:
         self._expected_ranks = 0
         #: The project of the last run.
         self._guarded: GuardedProject | None = None
+        #: What its ranks were to get besides their task.
+        self._meeting = Meeting()
 
     @property
     def fileno(self) -> int | None:
@@ -45,21 +47,22 @@ class Standby:
             self.discard()
 
     def take(
-        self, num_ranks: int, source: PreloadedZygote | None, guarded: GuardedProject | None
+        self, num_ranks: int, source: PreloadedZygote | None, guarded: GuardedProject | None, meeting: Meeting
     ) -> tuple[RunLink, dict[int, int]]:
         """Processes for a run: those that wait, if they fit, else new ones; with the pids that are known.
 
         Raises:
             OSError: if new ones cannot be had.
         """
-        self._expected_ranks, self._guarded = num_ranks, guarded
+        fits = self._meeting == meeting and self._source is source
+        self._expected_ranks, self._guarded, self._meeting = num_ranks, guarded, meeting
         self.hear()
         link, pids = self._link, self._pids
-        if link is not None and len(link.ranks) == num_ranks and self._source is source:
+        if link is not None and len(link.ranks) == num_ranks and fits:
             self._link, self._pids = None, {}
             return link, pids
         self.discard()
-        return self._zygote.prepare_run(num_ranks, source, guarded), {}
+        return self._zygote.prepare_run(num_ranks, source, guarded, meeting), {}
 
     def advance(self, source: PreloadedZygote | None) -> None:
         """Called while nothing runs: have processes wait that are forked from ``source``."""
@@ -67,7 +70,7 @@ class Standby:
             self.discard()
         if self._link is None and self._expected_ranks:
             try:
-                self._link = self._zygote.prepare_run(self._expected_ranks, source, self._guarded)
+                self._link = self._zygote.prepare_run(self._expected_ranks, source, self._guarded, self._meeting)
                 self._source = source
             except OSError:
                 # It was only to save time. The run that comes will say what is lacking.

@@ -6,14 +6,14 @@ import contextlib
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from taas_magic.channel import Channel, ChannelClosedError
-from taas_magic.wire import (
-    Begin,
-    CellTask,
+from taas_magic.wire import Begin, CellTask, FromRank
+from taas_magic.wire_base import Message
+from taas_magic.wire_zygote import (
     ForkPreloaded,
-    FromRank,
     FromRunZygote,
     FromZygote,
     GuardedProject,
@@ -22,7 +22,9 @@ from taas_magic.wire import (
     RunBegins,
     StartRun,
 )
-from taas_magic.wire_base import Message
+
+if TYPE_CHECKING:
+    from taas_magic.runner.parts import RemoteChannel, RemotePart
 
 #: A warm zygote has ended what descends from it by then.
 _END_S = 4.0
@@ -71,26 +73,67 @@ class ZygoteLink:
             self.process.wait()
 
     def prepare_run(
-        self, num_ranks: int, preloaded: PreloadedZygote | None = None, guarded: GuardedProject | None = None
+        self,
+        num_ranks: int,
+        preloaded: PreloadedZygote | None = None,
+        guarded: GuardedProject | None = None,
+        meeting: Meeting | None = None,
     ) -> RunLink:
         """Fork a run zygote, and by it an agent and ranks that wait for their task.
+
+        Args:
+            num_ranks: How many ranks are to be on this machine.
+            preloaded: The zygote to fork from, if not this one.
+            guarded: Where ranks other than 0 are not to write.
+            meeting: Where the run's ranks of several machines meet.
 
         Raises:
             OSError: if the machine lacks something for it.
         """
+        meeting = meeting or Meeting()
         ours, theirs = Channel.pair()
         zygote = self.channel if preloaded is None else preloaded.channel
         zygote.send(StartRun(), (theirs.fileno(),))
         theirs.close()
         run = RunLink(Channel(ours, FromRunZygote), [])
         try:
-            for rank in range(num_ranks):
+            for rank in range(meeting.first_rank, meeting.first_rank + num_ranks):
                 run.ranks.append(_connect_rank(run.channel, rank))
-            run.channel.send(PrepareRun(num_ranks, guarded=guarded))
+            order = PrepareRun(
+                num_ranks,
+                guarded=guarded,
+                node_rank=meeting.node_rank,
+                num_nodes=meeting.num_nodes,
+                master_addr=meeting.address,
+                master_port=meeting.port,
+                project=meeting.project,
+                run_dir=meeting.run_dir,
+                environment=meeting.environment,
+            )
+            run.channel.send(order, meeting.listener)
         except OSError:
             run.close()
             raise
         return run
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a run meet that has several machines, and this machine's place among those.
+
+    Attributes:
+        listener: The descriptor of the socket that listens there, on the first machine.
+    """
+
+    address: str = ""
+    port: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    first_rank: int = 0
+    project: str = ""
+    run_dir: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    listener: tuple[int, ...] = ()
 
 
 @dataclass
@@ -107,12 +150,15 @@ class PreloadedZygote:
 
 @dataclass
 class RankLink:
-    """The runner's ends of one rank's pipes and socket; -1 and None once they have ended."""
+    """The runner's ends of one rank's pipes and socket; -1 and None once they have ended.
+
+    Of a rank on another machine, output comes with the rest of what it says.
+    """
 
     rank: int
     stdout_fd: int
     stderr_fd: int
-    channel: Channel[FromRank] | None
+    channel: Channel[FromRank] | RemoteChannel | None
 
     def send(self, message: Message) -> None:
         """Send to the rank, if it is still there."""
@@ -137,6 +183,18 @@ class RunLink:
 
     channel: Channel[FromRunZygote]
     ranks: list[RankLink]
+    #: The run's parts on other machines, in the order of their ranks.
+    parts: list[RemotePart] = field(default_factory=list)
+
+    @property
+    def own_ranks(self) -> list[RankLink]:
+        """The ranks of this machine."""
+        return self.ranks[: len(self.ranks) - sum(len(part.ranks) for part in self.parts)]
+
+    def add(self, part: RemotePart) -> None:
+        """Have another machine's ranks behind those there are."""
+        self.parts.append(part)
+        self.ranks += part.ranks
 
     def begin(self, task: CellTask, parcel_fds: list[int]) -> None:
         """Give the ranks their task; those that are not forked yet find it when they are.
@@ -144,22 +202,29 @@ class RunLink:
         Raises:
             ChannelClosedError: if the run's processes have ended.
         """
-        self.channel.send(RunBegins(task.run_id, guards_writes=task.writes != "all" and task.num_ranks > 1))
+        begins = RunBegins(task.run_id, guards_writes=task.writes != "all" and task.num_ranks > 1)
+        self.channel.send(begins)
+        for part in self.parts:
+            part.zygote.send(begins)
         for rank in self.ranks:
             if rank.channel is None:
                 raise ChannelClosedError(f"rank {rank.rank} has ended")
             rank.channel.send(Begin(task), parcel_fds)
 
     def send(self, message: Message) -> None:
-        """Send to the run zygote, if it is still there."""
-        with contextlib.suppress(ChannelClosedError, OSError):
-            self.channel.send(message)
+        """Send to the run zygotes, as far as they are still there."""
+        channels: list[Channel[FromRunZygote] | RemoteChannel] = [self.channel, *(part.zygote for part in self.parts)]
+        for channel in channels:
+            with contextlib.suppress(ChannelClosedError, OSError):
+                channel.send(message)
 
     def close(self) -> None:
         """Close everything; the run zygote ends its run when it finds that."""
         for rank in self.ranks:
             rank.close()
         self.channel.close()
+        for part in self.parts:
+            part.close()
 
 
 def _connect_rank(channel: Channel[FromRunZygote], rank: int) -> RankLink:

@@ -25,7 +25,7 @@ PACKAGE = Path(taas_magic.__path__[0])
 CONFINED = {
     "IPython": {"", "notebook", "rank"},  # "": the way in of %load_ext, for type checkers only; see below
     "ipykernel": {"notebook", "rank"},
-    "zmq": {"client", "runner"},
+    "zmq": {"client", "runner", "link", "gateway", "machines"},
 }
 #: Where a module may import torch as it is loaded; elsewhere inside functions only.
 TORCH_AT_ONCE = {"rank"}

@@ -1,4 +1,4 @@
-"""docs/protocol.md says the same as taas_magic/wire.py and taas_magic/wire_data.py."""
+"""docs/protocol.md says the same as taas_magic/wire.py and its fellows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from taas_magic import wire, wire_data
+from taas_magic import wire, wire_data, wire_machines, wire_zygote
 from taas_magic.data import elements, extents, transports
 from taas_magic.namespace import blocks
 from taas_magic.wire_base import Message
@@ -22,8 +22,9 @@ SECTIONS = {
     match[1]: match[2] for match in re.finditer(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
 }
 ENTRIES = {match[1]: match[2] for match in re.finditer(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)}
-#: What either module defines, or takes from the other or from wire_base.
-MEMBERS = [member for module in (wire, wire_data) for member in vars(module).items()]
+MODULES = (wire, wire_data, wire_zygote, wire_machines)
+#: What the modules define, or take from each other or from wire_base.
+MEMBERS = [member for module in MODULES for member in vars(module).items()]
 STRUCTS = {
     value.__name__: value
     for _, value in MEMBERS
@@ -50,8 +51,9 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 
 def test_no_name_has_two_meanings() -> None:
-    both = vars(wire).keys() & vars(wire_data).keys() & (STRUCTS.keys() | UNIONS.keys())
-    assert all(getattr(wire, name) is getattr(wire_data, name) for name in both)
+    for name in STRUCTS.keys() | UNIONS.keys():
+        meanings = {id(vars(module)[name]) for module in MODULES if name in vars(module)}
+        assert len(meanings) == 1, name
 
 
 def test_every_message_is_described_and_no_other() -> None:

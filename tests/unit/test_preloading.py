@@ -10,7 +10,8 @@ import pytest
 from taas_magic.channel import Channel
 from taas_magic.runner.preloading import Preloading
 from taas_magic.runner.zygote_link import PreloadedZygote
-from taas_magic.wire import FromZygote, Preload, Preloaded, PreloadRefused
+from taas_magic.wire import Preload
+from taas_magic.wire_zygote import FromZygote, Preloaded, PreloadRefused
 
 ENVIRONMENT = {"A": "1"}
 

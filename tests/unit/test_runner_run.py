@@ -19,10 +19,8 @@ from taas_magic.wire import (
     CellFinished,
     CellStarted,
     CellTask,
-    EndRun,
     FailureReport,
     FromRank,
-    FromRunZygote,
     HomeArrived,
     HomeRefused,
     HomeTaken,
@@ -31,19 +29,23 @@ from taas_magic.wire import (
     Output,
     OutputTaken,
     PackAgain,
-    RankExited,
-    RankForked,
     RankHome,
     RankInput,
     RunEnded,
-    RunOver,
     RunStarted,
-    SignalRanks,
     Submit,
     ToRank,
-    ToRunZygote,
 )
 from taas_magic.wire_base import MemoryFile, Message
+from taas_magic.wire_zygote import (
+    EndRun,
+    FromRunZygote,
+    RankExited,
+    RankForked,
+    RunOver,
+    SignalRanks,
+    ToRunZygote,
+)
 
 M = TypeVar("M")
 TASK = CellTask(

@@ -1,0 +1,1 @@
+"""Conversations with other machines: encrypted, in order, and whole though a connection breaks in between."""
