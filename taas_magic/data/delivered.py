@@ -412,6 +412,9 @@ def _exception_of(trouble: Trouble, objects: Mapping[int, Any]) -> BaseException
             if trouble.type_name == "MemoryError"
             else ProducerFailedError(f"{trouble.type_name}: {trouble.message}")
         )
+    if isinstance(error, StopIteration | StopAsyncIteration):
+        # It would end the iteration on this rank alone, without a word (as PEP 479 has it for generators).
+        error = RuntimeError(f"the data set raised {type(error).__name__}")
     if trouble.traceback:
         BaseException.__setattr__(error, "__cause__", ProducerTracebackError(trouble.traceback))
     return error  # type: ignore[no-any-return]

@@ -110,7 +110,8 @@ def plan_delivery(  # noqa: PLR0917 - everything that a delivery depends on
         writable=[str(path) for path in settings.project.writable],
         transport=settings.delivery.transport,
     )
-    return Delivery(task, packed, list(_unit_notices(loaders, pragma, num_ranks)))
+    names = [each.name for each in tasks]
+    return Delivery(task, packed, list(_unit_notices(loaders, names, pragma, num_ranks)))
 
 
 def _memory_bytes(settings: Settings) -> int:
@@ -142,10 +143,12 @@ def _require_right_sampler(each: registry.Registration, num_ranks: int) -> None:
         )
 
 
-def _unit_notices(loaders: list[tuple[int, registry.Registration]], pragma: Pragma, num_ranks: int) -> Iterator[str]:
+def _unit_notices(
+    loaders: list[tuple[int, registry.Registration]], names: list[str], pragma: Pragma, num_ranks: int
+) -> Iterator[str]:
     if pragma.units is None:
         return
-    for _, each in loaders:
+    for (_, each), name in zip(loaders, names, strict=True):
         if each.role != "train":
             continue
         parts = [plural(pragma.units, "element")]
@@ -159,7 +162,7 @@ def _unit_notices(loaders: list[tuple[int, registry.Registration]], pragma: Prag
                 an_epoch = length * num_ranks
             if an_epoch:
                 parts.append(f"{pragma.units / an_epoch:.3g} epochs of {an_epoch}")
-        yield f"`{each.name}`: --units {pragma.units} is {', '.join(parts)}"
+        yield f"`{name}`: --units {pragma.units} is {', '.join(parts)}"
 
 
 def describe_delivery(loaders: list[tuple[int, registry.Registration]], pragma: Pragma, processes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def test_an_exception_is_raised_where_the_element_was_to_go(notebook: Notebook) 
     notebook.run("batched = DataLoader(Breaking(10, 3), batch_size=4)\ntaas.register(batched)").ok()
     failed = deliver(notebook, "list(batched)")
     assert "for element 0 of epoch 0, made of [0, 1, 2, 3]" in failed.traceback_text
+
+
+def test_an_exception_that_would_end_the_loop_is_no_end(notebook: Notebook) -> None:
+    notebook.run(
+        BREAKING.replace('raise BrokenError("bad pixel", index)', "raise StopIteration") + "taas.register(train)"
+    )
+    failed = deliver(notebook, "for number in train:\n    pass")
+    assert (failed.error_name, failed.error_value) == ("RuntimeError", "the data set raised StopIteration")
 
 
 def test_a_sampler_that_raises_does_so_on_every_rank_behind_what_it_has_said(notebook: Notebook) -> None:
@@ -287,3 +296,26 @@ def test_kept_ranks_and_a_later_cell_without_producers(notebook: Notebook) -> No
     finally:
         notebook.run("%taas release").ok()
     await_condition(lambda: not titled(notebook.pid, "taas: rank"), "the end of the ranks", SOON_S)
+
+
+def test_of_the_memory_kept_ranks_keep_what_they_use(notebook: Notebook) -> None:
+    notebook.run(
+        "class Blocks(Numbers):\n"
+        "    def __getitem__(self, index):\n        return torch.full((1_000_000,), float(index))\n"
+        "blocks = DataLoader(Blocks(16), batch_size=None)\ntaas.register(blocks)"
+    ).ok()
+    set_up(notebook.directory, prepare_mib="64")
+    memory = (
+        "sum(os.stat(f'/proc/self/map_files/{line.split()[0]}').st_blocks * 512 "
+        "for line in open('/proc/self/maps') if 'taas elements' in line)"
+    )
+    try:
+        source = "held = [block for block in blocks if block[0] in (2, 3, 8)]\nlen(held)"
+        assert sum(of_ranks(notebook, source, "--keep")) == 3
+        used = notebook.run(f"#pragma taas --gpus 2 --rank-results\n[[block[5].item() for block in held], {memory}]")
+        held, after = zip(*ast.literal_eval(used.ok().result or ""), strict=True)
+        assert held == ([2.0, 8.0], [3.0])
+        # Both ranks map the same memory, of which the three elements are left.
+        assert all(12_000_000 <= size < 16_000_000 for size in after), after
+    finally:
+        notebook.run("%taas release").ok()
