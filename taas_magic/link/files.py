@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections import OrderedDict
@@ -11,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from taas_magic.namespace.blocks import available_memory_bytes
+from taas_magic.units import format_bytes
 from taas_magic.wire_base import MemoryFile, Message
 
 ID_BYTES = 16
@@ -44,6 +47,11 @@ class File:
         Raises:
             OSError: if there is no memory for it.
         """
+        available = available_memory_bytes()
+        if size_bytes > available:
+            # Asked for all the same, the system would end processes to find it.
+            text = f"{format_bytes(size_bytes)} are to come, and {format_bytes(available)} of memory are free"
+            raise OSError(errno.ENOMEM, text)
         fd = os.memfd_create("taas-file", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size_bytes) if size_bytes else None
