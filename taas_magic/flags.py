@@ -245,6 +245,14 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "keep",
     ),
     Flag(
+        "--detach",
+        "",
+        lambda _: True,
+        "The run goes on without the notebook, which may be closed: the cell is over at once, with the run's id for "
+        "`%taas attach`.",
+        "detach",
+    ),
+    Flag(
         "--rank",
         "RANKS",
         _parse_show,

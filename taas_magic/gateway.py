@@ -32,13 +32,15 @@ from taas_magic.errors import TaasError
 from taas_magic.link.code_sender import CodeSender
 from taas_magic.link.connection import Connection
 from taas_magic.link.files import File, FileStore, as_received, files_of, to_send
-from taas_magic.machines.ssh import RemoteProcess, SshOptions, close_all, start_all
+from taas_magic.machines.ssh import RemoteProcess, SshOptions, close_all, leave_all, start_all
 from taas_magic.units import format_bytes, plural
 from taas_magic.versions import own_versions
 from taas_magic.wire import (
     PROTOCOL_VERSION,
     Abandon,
+    AttachRun,
     Denied,
+    Detached,
     Hello,
     Interrupt,
     Notice,
@@ -60,6 +62,7 @@ from taas_magic.wire_machines import (
     FilesHome,
     FromMachine,
     GatewayOrder,
+    LeaveSession,
     MachineAddress,
     MachineFree,
     MachineLost,
@@ -71,6 +74,7 @@ from taas_magic.wire_machines import (
 
 _TICK_MS = 100
 _START_S = 60.0
+_GOODBYE_S = 1.0
 #: When to say that nothing is heard of the head, and when it counts as lost.
 _SILENT_S, _LOST_S = 3.0, 9.0
 _FILES_BYTES = 4 * 2**30
@@ -120,6 +124,8 @@ class Gateway:
         self._run_id = ""
         self._is_silent = False
         self._is_lost = False
+        #: A run goes on by itself, which it must be left to do.
+        self._leaves_run = False
         self._stop = False
 
     def serve(self) -> None:
@@ -133,9 +139,15 @@ class Gateway:
             raise
         finally:
             if self._head is not None:
-                self._head.send(CloseSession())
+                self._head.send(LeaveSession() if self._leaves_run else CloseSession())
+                if not self._is_lost:
+                    # The way there may end with this process.
+                    self._head.flush(_GOODBYE_S)
                 self._head.close()
-            close_all(self._started)
+            if self._leaves_run:
+                leave_all(self._started)
+            else:
+                close_all(self._started)
             self._store.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -162,7 +174,8 @@ class Gateway:
 
     def _begin(self) -> None:
         if not self._order.ssh:
-            self._connect(list(self._order.machines))
+            machines = list(self._order.machines)
+            self._connect(machines[:1] if self._order.attach else machines)
             return
         names = ", ".join(self._names)
         self._tell(Waiting(f"starting {plural(len(self._names), 'runner')} over ssh: {names} ..."))
@@ -171,13 +184,16 @@ class Gateway:
     def _start_machines(self) -> None:
         """Start all runners, beside the loop; it is woken with what came of it."""
         order, options = self._order, self._options()
-        what = {
+        what: dict[str, Any] = {
+            "attach": order.attach,
             "authorized": [order.keys[0]],
             "gpus": order.gpus,
             "tcp": len(order.ssh) > 1 or not order.tunnel,
         }
         try:
-            started, failed = start_all(order.ssh, what, options=options, timeout_s=_START_S)
+            # A run that is taken up is found on the head; that knows the other machines.
+            machines = order.ssh[:1] if order.attach else order.ssh
+            started, failed = start_all(machines, what, options=options, timeout_s=_START_S)
             self._starting.put(lambda: self._machines_started(started, failed))
         except Exception as error:  # noqa: BLE001 - it is told
             text = f"{type(error).__name__}: {error}"
@@ -203,6 +219,10 @@ class Gateway:
             lines = [f"  {name}: {reason}" for name, reason in self._not_started]
             self._lose("\n".join([f"no machine of pool `{self._order.pool}` can be reached:", *lines]))
             return
+        problems = [process.answer["problem"] for process in self._started if process.answer.get("problem")]
+        if problems:
+            self._lose("; ".join(problems))
+            return
         addresses = []
         for place, process in enumerate(self._started):
             there = process.answer["address"]
@@ -225,6 +245,7 @@ class Gateway:
                 # Runners that are up let each other in by their own keys; those that were started here, by ours.
                 order.keys if order.ssh else None,
                 order.project_id,
+                order.attach,
             )
         )
 
@@ -274,8 +295,11 @@ class Gateway:
         elif isinstance(message, SessionEnded):
             self._lose(f"{message.machine}: {message.reason}" if message.machine else message.reason)
         else:
+            if isinstance(message, Detached):
+                self._leaves_run = True
             if isinstance(message, RunEnded):
                 self._run_id = ""
+                self._leaves_run = False
             self._tell(as_received(message, files))
 
     def _note(self, machine: str, **changes: Any) -> None:
@@ -347,6 +371,8 @@ class Gateway:
             return
         if isinstance(message, CancelDelivery):
             head.withdraw(lambda each: isinstance(each, PrepareDelivery) and each.task.id == message.delivery_id)
+        if isinstance(message, AttachRun):
+            self._run_id, self._leaves_run = message.run_id, True
         if isinstance(message, Submit | PrepareDelivery):
             self._hand_on_with_code(message, head)
             return

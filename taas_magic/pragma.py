@@ -111,6 +111,8 @@ class Pragma:
     env_file: str | None = None
     #: The ranks stay when the cell is over.
     keep: bool = False
+    #: The run goes on without the notebook.
+    detach: bool = False
     #: Which of the kept ranks run the cell.
     rank: frozenset[int] | Literal["all"] = "all"
     #: The cell's value is the list of all ranks' values.
@@ -129,6 +131,11 @@ class Pragma:
             raise _ConflictError(
                 "rank", found, f"ranks from 0 to {self.gpus - 1}, or all", "correct the value of --rank"
             )
+        for name in ("keep", "cpus", "rank_results"):
+            if self.detach and getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                found = f"--detach with {flag}"
+                raise _ConflictError("detach", found, "one of the two", f"leave {flag} out: nobody is there for it")
         if self.units is not None and self.cpus is None:
             raise _ConflictError("units", "--units without --cpus", "both or neither", "add --cpus K, or drop --units")
 

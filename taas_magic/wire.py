@@ -73,6 +73,8 @@ class CellTask(msgspec.Struct, frozen=True):
     ranks: list[Rank] = []
     #: ``environment`` is only what the notebook has set: it is added to what the machine has.
     adds_to_environment: bool = False
+    #: Nobody waits for the run: what comes home must be whole without what the notebook has.
+    is_detached: bool = False
     #: Where the notebook's directories are on this machine: (there, here).
     moved: list[tuple[str, str]] = []
 
@@ -207,6 +209,12 @@ class ReadLog(Message, frozen=True):
     rank: Rank = 0
 
 
+class AttachRun(Message, frozen=True):
+    """Takes a run up that goes on by itself: all of its output is sent, and what came of it."""
+
+    run_id: str
+
+
 class ReadStatus(Message, frozen=True):
     """Asks what the runner is doing."""
 
@@ -236,6 +244,7 @@ ToRunner = (
     | ReleaseKept
     | ReadLog
     | ReadStatus
+    | AttachRun
     | Preload
     | PrepareDelivery
     | CancelDelivery
@@ -271,6 +280,12 @@ class Waiting(Message, frozen=True):
 
     text: str
     run_id: str = ""
+
+
+class Detached(Message, frozen=True):
+    """A run that was submitted so goes on by itself from here on."""
+
+    run_id: str
 
 
 class PoolMachine(msgspec.Struct, frozen=True):
@@ -437,6 +452,7 @@ ToKernel = (
     | Ready
     | Waiting
     | PoolReady
+    | Detached
     | ImportsDone
     | RunStarted
     | Notice

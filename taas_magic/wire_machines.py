@@ -76,6 +76,8 @@ class GatewayOrder(msgspec.Struct, frozen=True):
     ssh_config: str = ""
     project: str = ""
     project_id: str = ""
+    #: The run to take up, which goes on by itself.
+    attach: str = ""
     #: The most that is sent of the project.
     code_limit_bytes: int = 100 * 2**20
 
@@ -97,6 +99,8 @@ class OpenSession(Message, frozen=True):
     member_keys: tuple[str, str] | None = None
     #: By which the project's directory is known on machines; "" where there is none.
     project_id: str = ""
+    #: Take up the session in which this run goes on by itself, in place of a new one.
+    attach: str = ""
 
 
 class SessionOpened(Message, frozen=True):
@@ -128,6 +132,12 @@ class MachineFree(Message, frozen=True):
     machine: str = ""
 
 
+class RanksGone(Message, frozen=True):
+    """A session's process to its runner: of a run that goes on by itself no rank is left; its GPUs are free."""
+
+    run_id: str
+
+
 class Members(Message, frozen=True):
     """A machine's runner to the session that it has begun: where it is, and which other machines there are."""
 
@@ -137,6 +147,10 @@ class Members(Message, frozen=True):
     project: str = ""
     #: The names of the other machines, in the order of the pool.
     machines: list[str] = []
+
+
+class LeaveSession(Message, frozen=True):
+    """The notebook goes; runs that go on by themselves go on, and the rest ends."""
 
 
 class CloseSession(Message, frozen=True):
@@ -165,6 +179,8 @@ class BeginPart(Message, frozen=True):
     environment: dict[str, str] = {}
     #: What its ranks get on that machine in addition; that machine's runner says it.
     environment_here: dict[str, str] = {}
+    #: The run goes on by itself, and so does the part.
+    is_detached: bool = False
 
 
 class PartData(Message, frozen=True):
@@ -255,7 +271,9 @@ class FilesHome(Message, frozen=True):
 # -- unions ----------------------------------------------------------------------------------------------------------
 
 #: To a machine's runner, from a notebook or from the head of its runs.
-ToMachine = OpenSession | CloseSession | ToRunner | BeginPart | PartData | EndPart | SyncCode | CodeContents
+ToMachine = (
+    OpenSession | LeaveSession | CloseSession | ToRunner | BeginPart | PartData | EndPart | SyncCode | CodeContents
+)
 FromMachine = (
     SessionOpened
     | SessionEnded
@@ -273,6 +291,7 @@ FromMachine = (
 ToSession = (
     ToRunner
     | Members
+    | LeaveSession
     | BeginPart
     | PartData
     | EndPart
@@ -284,5 +303,15 @@ ToSession = (
     | CodeReady
 )
 FromSession = (
-    ToKernel | BeginPart | PartData | EndPart | PartEnded | SyncCode | CodeWanted | CodeContents | CodeReady | FilesHome
+    ToKernel
+    | BeginPart
+    | PartData
+    | EndPart
+    | PartEnded
+    | SyncCode
+    | CodeWanted
+    | CodeContents
+    | CodeReady
+    | FilesHome
+    | RanksGone
 )

@@ -6,7 +6,7 @@ import contextlib
 import getpass
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -15,6 +15,7 @@ from taas_magic.client.runner_process import RunnerProcess
 from taas_magic.client.session import Place, Session
 from taas_magic.errors import PlacementError, TaasError
 from taas_magic.machines.keys import own_keys
+from taas_magic.machines.machine_list import Machine
 from taas_magic.namespace.store import BlockStore
 from taas_magic.pools import place
 from taas_magic.pragma import Pragma
@@ -40,9 +41,10 @@ class PoolSession(Session):
         self.project = pool.code_dir or settings.project.directory
 
     def _new_runner(self) -> RunnerProcess:
-        return GatewayProcess(msgspec.json.encode(self._order()).decode() + "\n")
+        return GatewayProcess(msgspec.json.encode(self.order()).decode() + "\n")
 
-    def _order(self) -> GatewayOrder:
+    def order(self) -> GatewayOrder:
+        """How the pool is reached."""
         keys, pool = own_keys("notebook"), self.pool
         owner = f"{getpass.getuser()}@{socket.gethostname()}"
         runners = [MachineAddress(each.name, each.address, each.key) for each in pool.runners]
@@ -62,6 +64,7 @@ class PoolSession(Session):
             str(pool.ssh_config or ""),
             str(self.project),
             f"{owner}:{self.project}",
+            "",
             int(pool.code_limit_mib * 2**20),
         )
 
@@ -136,3 +139,10 @@ def place_in_pool(pool: PoolSettings, pragma: Pragma, machines: list[PoolMachine
     counts = place(pool, pragma.gpus, pragma.gpus_per_machine, usable)
     rehearses = not all(each.has_cuda for each, count in zip(machines, counts, strict=True) if count)
     return PoolPlace(pragma.gpus, rehearses, tuple(counts), pool.name, tuple(each.name for each in machines))
+
+
+def detachable(pool: PoolSettings) -> PoolSettings:
+    """A pool whose runs can go on without the notebook: this machine gets a runner that does not end with it."""
+    if pool.engine != "local":
+        return pool
+    return replace(pool, engine="ssh", machines=(Machine("127.0.0.1"),), tunnel=True, python=None)

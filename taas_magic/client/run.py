@@ -24,6 +24,7 @@ from taas_magic.wire import (
     Abandon,
     CellTask,
     Denied,
+    Detached,
     Display,
     HomeArrived,
     HomeRefused,
@@ -44,6 +45,8 @@ from taas_magic.wire import (
 from taas_magic.wire_base import MemoryFile
 
 _POLL_S = 0.1
+#: The outcome of a run that goes on by itself.
+DETACHED = "detached"
 #: Records that are no names of the notebook, as people call them.
 _WORDS = {"result": "the value of the last line", "random": "the random states"}
 _UNANSWERED_KILL_S = 3.0
@@ -174,12 +177,8 @@ class ActiveRun:
                 request.mirror.sent(request.packed)
             self._runner.send(submit)
             try:
-                while self._outcome is None:
-                    for message in self._runner.receive(_POLL_S):
-                        self._take(message)
-                    self._show(self._view.tick)
-                    self._pass_on(interrupts)
-                self._show(self._view.finish)
+                self._follow(interrupts)
+                assert self._outcome is not None
                 if request.mirror is not None and self._outcome.ended.kept_id:
                     self._home = Homecoming()
                     # Here, where an interrupt is only counted: half noted, what the ranks have would not be known.
@@ -198,6 +197,15 @@ class ActiveRun:
             finally:
                 parcel.close()
         return self._outcome
+
+    def _follow(self, interrupts: Interrupts) -> None:
+        """Take what comes until the run has ended."""
+        while self._outcome is None:
+            for message in self._runner.receive(_POLL_S):
+                self._take(message)
+            self._show(self._view.tick)
+            self._pass_on(interrupts)
+        self._show(self._view.finish)
 
     # -- interrupts ----------------------------------------------------------------------------------------------
 
@@ -235,7 +243,7 @@ class ActiveRun:
         if message.run_id == self._id:
             raise TaasError.of(f"the runner refused the run: {message.reason}", do="`%taas restart` starts a new one")
 
-    def _take_own(self, message: Any) -> None:
+    def _take_own(self, message: Any) -> None:  # noqa: C901 - a table of messages
         """Take a message about this run."""
         if isinstance(message, Output):
             piece = self._decode(message)
@@ -253,6 +261,8 @@ class ActiveRun:
             self._take_result(message)
         elif isinstance(message, RunEnded):
             self._finish(message)
+        elif isinstance(message, Detached):
+            self._outcome = RunOutcome(RunEnded(self._id, DETACHED, 0.0))
         elif isinstance(message, TransferProgress):
             self._show(lambda: self._packing.tell(message.done_bytes, message.total_bytes))
         elif isinstance(message, Waiting):

@@ -15,6 +15,8 @@ from taas_magic.link.reliable import BrokenStreamError
 from taas_magic.wire_base import Message
 from taas_magic.wire_machines import FromMachine, MachineAddress
 
+_LOOK_MS = 50
+
 
 class Connection:
     """Speaks with one machine's runner.
@@ -79,6 +81,13 @@ class Connection:
         """Look at the clock."""
         if not self.broken:
             self._peer.tick(time.monotonic())
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the other side has all that was said, but not for longer than that."""
+        deadline = time.monotonic() + timeout_s
+        while self._peer.waits_bytes and not self.broken and time.monotonic() < deadline:
+            self.socket.poll(_LOOK_MS)
+            self.receive()
 
     def close(self) -> None:
         """Say no more; what was said is still sent."""

@@ -26,6 +26,8 @@ class FileChange(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
     size_bytes: int
     is_executable: bool = False
+    #: The digest that it had when the notebook knew it last; empty where it did not.
+    before: bytes = b""
 
 
 @dataclass
@@ -79,9 +81,9 @@ class Watcher:
                 if change is not None:
                     found.append(change)
         for path in [path for path in self._known if path not in now and not (self.target / path).is_symlink()]:
-            del self._known[path]
+            before = self._known.pop(path)
             self._checked.pop(path, None)
-            found.append(FileChange(path, b"", 0))
+            found.append(FileChange(path, b"", 0, before=before))
         return found
 
     def _look(self, path: str, status: os.stat_result, mark: tuple[int, int, int]) -> FileChange | None:
@@ -95,10 +97,11 @@ class Watcher:
             self.left[path] = str(error.strerror or error)
             return None
         self._checked[path] = mark
-        if self._known.get(path) == digest:
+        before = self._known.get(path, b"")
+        if before == digest:
             return None
         self._known[path] = digest
-        return FileChange(path, digest, status.st_size, bool(status.st_mode & stat.S_IXUSR))
+        return FileChange(path, digest, status.st_size, bool(status.st_mode & stat.S_IXUSR), before)
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
         for root, names, files in os.walk(self.target):
@@ -141,7 +144,7 @@ class HomeFiles:
         if is_left_out(change.path) or path.is_symlink():
             raise UntrustedPathError(f"a path that nothing is written to: {change.path!r}")
         here = digest_of(path) if path.is_file() else b""
-        is_ours = here in (self.known.get(change.path, b""), change.digest)
+        is_ours = here in (self.known.get(change.path, change.before), change.digest)
         if not change.digest:
             return self._delete(path, change.path, is_ours=is_ours)
         if here == change.digest:

@@ -354,6 +354,16 @@ def close_all(processes: Iterable[RemoteProcess], grace_s: float = _GRACE_S) -> 
                 process._clean_up()
 
 
+def leave_all(processes: Iterable[RemoteProcess]) -> None:
+    """Let go of processes that decide for themselves whether they end with their standard input."""
+    for process in processes:
+        process._hang_up()
+        if not is_this_machine(process.machine):
+            # Only the ssh; what it has started finds its input closed.
+            process._process.terminate()
+            process._clean_up()
+
+
 def _join_all(processes: list[RemoteProcess], timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     for process in processes:

@@ -42,7 +42,7 @@ from taas_magic.namespace.bulk import address_of
 from taas_magic.namespace.collection import no_collection
 from taas_magic.namespace.common import Common, CommonBlock
 from taas_magic.namespace.large_bytes import is_large
-from taas_magic.namespace.pack import is_content, load_order, origins_of
+from taas_magic.namespace.pack import Selection, is_content, load_order, origins_of, reached_by
 from taas_magic.namespace.pickler import Locate, MainGlobals, NamespacePickler, Refused
 from taas_magic.namespace.store import Segment
 
@@ -261,6 +261,29 @@ class Tracker:
                     skipped.add(label)
                 continue
             return HomeParcel(parcel, not_home, packing.unwrapped, packing.sent)
+
+    def changed_names(self) -> tuple[list[str], list[NotHome]]:
+        """The names that the cell has bound, or that lead to something that it has changed; nothing can be asked after.
+
+        For whoever brings them to a notebook that has nothing of what was sent.
+        """
+        # The notebook that gets them shares no memory.
+        self.locate = None
+        not_home: list[NotHome] = []
+        bound: list[str] = []
+        touched: set[int] = set()
+        for label, _ in self.changes(not_home):
+            kind, _, rest = label.partition(" ")
+            if kind == "bind":
+                bound.append(rest)
+            elif kind == "update":
+                touched.add(id(self._origins[int(rest.split()[0])]))
+        touched |= self._changed_opaque
+        for name in self._names:
+            is_there = name in self._main and name not in bound and self._is_notebook_name(name)
+            if touched and is_there and reached_by(self._main, Selection((name,)), {}) & touched:
+                bound.append(name)
+        return bound, not_home
 
     def changes(self, not_home: list[NotHome]) -> Iterator[tuple[str, Any]]:
         """Yield a label and a payload for all that has changed; what cannot be looked at is added to ``not_home``."""

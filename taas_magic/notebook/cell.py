@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 
+from taas_magic.client.detached import AttachedSession, DetachedRun, forget, write_down
 from taas_magic.client.failures import describe_exit, exception_of
 from taas_magic.client.pools import PoolSession
 from taas_magic.client.progress import Progress
-from taas_magic.client.run import RunOutcome, RunRequest
+from taas_magic.client.run import DETACHED, RunOutcome, RunRequest
 from taas_magic.client.runner_process import RunnerProcess
 from taas_magic.client.session import (
     Kept,
@@ -33,6 +35,7 @@ from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.names import CellNames, names_of_cell
 from taas_magic.namespace.pack import PackedNamespace, Selection, pack_namespace, reached_by
+from taas_magic.namespace.store import BlockStore
 from taas_magic.notebook.delivery import describe_delivery, loaders_of_cell, nothing_registered, plan_delivery
 from taas_magic.notebook.imports import packages_of
 from taas_magic.notebook.plan import describe_plan
@@ -137,6 +140,9 @@ def run_cell(
                 session.cancel(request.delivery_id, runner)
     finally:
         packed.parcel.close()
+    if outcome.ended.outcome == DETACHED:
+        _say_detached(view, session, parsed, request)
+        return
     mirror = request.mirror
     # The traceback of what is raised next may live long; it must not keep alive all that travelled.
     del packed, request
@@ -172,6 +178,15 @@ def _runner_and_place(  # noqa: PLR0917 - everything that a place depends on
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     num_gpus = visible_gpus(ready.num_gpus, runner.cuda_visible_devices, visible)
     return runner, place_locally(pragma, num_gpus, settings)
+
+
+def _say_detached(view: NotebookView, session: Session, parsed: ParsedCell, request: RunRequest) -> None:
+    """Write down where the run goes on, and say how to get back to it."""
+    assert isinstance(session, PoolSession)
+    run_id, num_ranks = request.task.run_id, request.task.num_ranks
+    lines = [line.strip() for line in parsed.code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    write_down(DetachedRun(run_id, session.order(), lines[0] if lines else "", num_ranks, time.time()))
+    view.notice(f"run {run_id} goes on without this notebook, which may be closed: `%taas attach {run_id}` takes it up")
 
 
 def _kept_for(session: Session, pragma: Pragma) -> Kept | None:
@@ -404,6 +419,7 @@ def _request(  # noqa: PLR0917 - everything that a request is made of
         keep=pragma.keep or kept is not None,
         ranks=[] if pragma.rank == "all" else sorted(pragma.rank),
         adds_to_environment=isinstance(session, PoolSession),
+        is_detached=pragma.detach,
     )
     mirror = kept.mirror if kept is not None else None
     if pragma.keep and kept is None:
@@ -429,6 +445,30 @@ def _shown_ranks(pragma: Pragma) -> list[int] | None:
         # Who chooses ranks wants to see what they write.
         return sorted(pragma.rank)
     return sorted(pragma.show)
+
+
+def attach(shell: InteractiveShell, run: DetachedRun, store: BlockStore, *, stops: bool) -> None:
+    """Take a run up that goes on by itself: show all it has written and will, and bring home what it has made.
+
+    Raises:
+        TaasError: if it cannot be reached.
+        BaseException: whatever the run raised.
+    """
+    view = NotebookView(shell)
+    settings = load_settings(Path.cwd(), os.environ)
+    session = AttachedSession(run, store)
+    try:
+        outcome = session.follow(run, shell.user_ns, view, stops=stops)
+    finally:
+        session.close()
+    forget(run.id)
+    if outcome.has_result:
+        view.keep_result(outcome.result)
+    for notice in _notices(outcome):
+        view.notice(notice)
+    error = exception_of(outcome.ended, run.num_ranks, None, tail_lines=settings.output.tail_lines)
+    if error is not None:
+        raise error
 
 
 def _conclude(view: NotebookView, outcome: RunOutcome, pragma: Pragma, settings: Settings) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from taas_magic.client.pools import PoolSession, describe_pool
+from taas_magic.client.detached import find, require_alone
+from taas_magic.client.pools import PoolSession, describe_pool, detachable
 from taas_magic.client.session import Session
 from taas_magic.errors import PragmaError, TaasError
-from taas_magic.notebook.cell import rank_environment, require_kept, run_cell, run_cell_for_value
+from taas_magic.notebook.cell import attach, rank_environment, require_kept, run_cell, run_cell_for_value
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
-from taas_magic.pools import find_pool
+from taas_magic.pools import LOCAL, find_pool
 from taas_magic.pragma import ParsedCell, Pragma, parse_cell, parse_flags, parse_magic_cell, parse_plain_cell
 from taas_magic.settings import load_settings
 
@@ -126,8 +127,26 @@ class Extension:
             self._run(parse_magic_cell(line, cell))
 
     def _run(self, parsed: ParsedCell) -> None:
+        if parsed.pragma.detach and not parsed.pragma.dry_run:
+            self._run_detached(parsed)
+            return
         self.session = self._session_for(parsed.pragma)
         run_cell(self.shell, self.session, parsed, self._plain_transform)
+
+    def _run_detached(self, parsed: ParsedCell) -> None:
+        """Run a cell in a session of its own, which is left to itself."""
+        require_alone(self.session.kept)
+        settings = load_settings(Path.cwd(), os.environ)
+        pool = find_pool(settings, parsed.pragma.pool or LOCAL)
+        session = PoolSession(detachable(pool), settings, self._local.store)
+        try:
+            run_cell(self.shell, session, parsed, self._plain_transform)
+        finally:
+            session.close()
+
+    def attach(self, run_id: str, *, stops: bool = False) -> None:
+        """Take a run up that goes on by itself; "" is the latest."""
+        attach(self.shell, find(run_id), self._local.store, stops=stops)
 
     def _session_for(self, pragma: Pragma) -> Session:
         """Where a cell runs: in the pool that it names; else where ranks are kept, or on this machine.

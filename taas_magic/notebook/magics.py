@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from taas_magic.client.detached import runs
 from taas_magic.errors import PragmaError
 from taas_magic.units import format_seconds, plural
 
@@ -22,6 +23,9 @@ _HELP = """\
 %taas pull NAME [--rank RANKS]     the value that ranks that were kept have under a name; a list with `--rank all`
 %taas push NAME [NAME ...]   give the notebook's values to all ranks that were kept, in place of theirs
 %taas auto FLAGS             run plain cells on ranks from here on, with these flags; `%taas auto off` ends that
+%taas runs                   the runs that go on by themselves (`--detach`)
+%taas attach [ID]            take one up: its output, and what it has made; by default the latest
+%taas stop ID                stop one, and bring home what it has made
 %taas pools                  the pools of the settings, their machines, and what is free
 %taas release                end the ranks that were kept
 %taas restart                end the runner and start a new one
@@ -54,6 +58,9 @@ def _command(extension: Extension, line: str) -> Any:
         "auto": lambda _, __: _auto(extension, line),
         "pull": _pull,
         "push": _push,
+        "runs": lambda _, __: print("\n".join(map(str, runs())) or "no run goes on by itself"),
+        "attach": lambda extension, arguments: extension.attach(arguments[0] if arguments else ""),
+        "stop": _stop,
         "pools": lambda extension, _: print(extension.describe_pools()),
         "release": _release,
         "restart": _restart,
@@ -153,6 +160,12 @@ def _auto(extension: Extension, line: str) -> None:
     pragma = extension.plain_cells
     assert pragma is not None
     print(f"plain cells run on {plural(pragma.gpus, 'rank')} from here on; `%taas auto off` ends that")
+
+
+def _stop(extension: Extension, arguments: list[str]) -> None:
+    if len(arguments) != 1:
+        raise PragmaError.of("%taas stop", expected="%taas stop ID", do="`%taas runs` lists the runs")
+    extension.attach(arguments[0], stops=True)
 
 
 def _release(extension: Extension, arguments: list[str]) -> None:

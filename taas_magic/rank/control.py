@@ -18,8 +18,9 @@ from typing import Any
 
 from taas_magic.channel import Channel, ChannelClosedError
 from taas_magic.namespace.mirror import KeptNamespace
+from taas_magic.namespace.pack import Selection, pack_namespace
 from taas_magic.namespace.process_state import capture_random
-from taas_magic.namespace.track import Tracker
+from taas_magic.namespace.track import Tracker, is_ddp
 from taas_magic.rank import output
 from taas_magic.wire import (
     AbortCollectives,
@@ -220,7 +221,10 @@ class Homebringer:
         tracker: Tracker,
         extra: Callable[[], dict[str, Any]],
         kept: KeptNamespace | None = None,
+        *,
+        is_detached: bool = False,
     ) -> None:
+        self._is_detached = is_detached
         self._control = control
         self._tracker = tracker
         self._extra = extra
@@ -244,6 +248,9 @@ class Homebringer:
 
     def _pack(self, exclude: list[str] | tuple[str, ...]) -> None:
         self._said_at = time.monotonic()
+        if self._is_detached:
+            self._pack_whole()
+            return
         extra = {**self._extra(), "random": capture_random()}
         try:
             packed = self._tracker.pack_changes(
@@ -257,6 +264,21 @@ class Homebringer:
         if self._kept is not None:
             self._kept.pending = packed.sent
         self._control.send(message, (packed.parcel.fd,))
+        packed.parcel.close()
+
+    def _pack_whole(self) -> None:
+        """Pack names as they are, for a notebook that may have nothing of what was sent."""
+        try:
+            names, lost = self._tracker.changed_names()
+            main = sys.modules["__main__"].__dict__
+            values = {name: getattr(main[name], "module", main[name]) for name in names if is_ddp(type(main[name]))}
+            whole = {**main, **values}
+            packed = pack_namespace(whole, Selection((), tuple(names)), values=self._extra())
+        except Exception as error:  # noqa: BLE001 - said, and obeyed on
+            self._control.send(HomeFailed(f"{type(error).__name__}: {error}"))
+            return
+        not_home = [(item.path, item.reason) for item in lost] + list(packed.left_out.items())
+        self._control.send(RankHome(packed.parcel.size_bytes, not_home, list(values)), (packed.parcel.fd,))
         packed.parcel.close()
 
     def _tell_progress(self, done_bytes: int, total_bytes: int) -> None:

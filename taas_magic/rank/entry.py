@@ -232,7 +232,7 @@ class _Rank:
         self._objects = received.common.objects if control.delivery is not None else {}
         if self._spawn.rank == 0:
             tracker = Tracker(received.common, self._main, self._own_names.union(self._task.ignored_names))
-            control.home = Homebringer(control, tracker, self._last_value, self._kept)
+            control.home = Homebringer(control, tracker, self._last_value, self._kept, is_detached=task.is_detached)
 
     def _detach_loaders(self) -> None:
         """Have them be what they were; a cell that could not begin has not taken its delivery either."""

@@ -113,7 +113,7 @@ class CodeCopy:
 
     def watch(self, run_id: str) -> None:
         """Have what a run makes in the copy go home while it runs."""
-        if self.members.project and self._entries:
+        if self.members.project and self._sync >= 0:
             self._homecoming = Homecoming(run_id, Path(self.members.project), self._entries)
 
     @property
@@ -126,6 +126,11 @@ class CodeCopy:
         if self._homecoming is not None:
             for message in self._homecoming.found():
                 self._send(message)
+
+    def pause(self, *, paused: bool) -> None:
+        """Do not look while nobody is there to take what is found."""
+        if self._homecoming is not None:
+            self._homecoming.is_paused = paused
 
     def finish(self) -> None:
         """Send the rest; waits for it."""
@@ -150,6 +155,7 @@ class Homecoming:
         self._entries = entries
         self._messages: queue.SimpleQueue[FilesHome] = queue.SimpleQueue()
         self._end = threading.Event()
+        self.is_paused = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._fds: list[int] = []
@@ -178,6 +184,8 @@ class Homecoming:
     def _run(self) -> None:
         watcher = Watcher(self._project, self._entries, _MAX_FILE_BYTES)
         while not self._end.wait(_LOOK_S):
+            if self.is_paused:
+                continue
             self._report(watcher, watcher.changes())
         self._report(watcher, watcher.changes(final=True))
 

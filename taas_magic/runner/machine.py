@@ -10,12 +10,13 @@ It imports no torch and unpickles nothing.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -89,6 +90,9 @@ class MachineRunner:
         #: A process for the next session, which has imported what takes long.
         self._spare: SessionProcess | None = SessionProcess()
         self._tick_due = 0.0
+        self._ends_when_idle = False
+        #: Runs that go on by themselves, and the files that say where they are found.
+        self._run_files: dict[str, Path] = {}
         self.is_stopped = False
 
     @property
@@ -124,7 +128,15 @@ class MachineRunner:
             self._tick()
 
     def _hear_end(self) -> None:
-        if not select.select([self._order.end_fd], [], [], 0)[0] or not os.read(self._order.end_fd, 4096):
+        """Whoever has started this has gone: it ends, unless runs go on by themselves."""
+        if os.read(self._order.end_fd, 4096):
+            return
+        self._order.end_fd = -1
+        if any(guest.session.goes_on for guest in self._guests.values()):
+            self._ends_when_idle = True
+            _log_to_file(self._order.place.projects.parent / "logs")
+            _log.info("going on alone, for the runs that were left")
+        else:
             self.is_stopped = True
 
     # -- conversations -------------------------------------------------------------------------------------------
@@ -196,10 +208,24 @@ class MachineRunner:
         if reason:
             stranger.peer.send(SessionEnded(reason, self._order.place.name), time.monotonic())
             return
+        if order.attach:
+            self._attach(who, stranger, order)
+            return
         process, self._spare = self._spare or SessionProcess(), None
         session = Session(order, stranger.peer, process, self._order.place, self._gpus)
         self._guests[who] = _Guest(session, stranger.key, who[1])
         _log.info(f"session opened: {order.owner}")
+
+    def _attach(self, who: tuple[int, bytes], stranger: _Stranger, order: OpenSession) -> None:
+        """Give a notebook the session in which a run of the same key has gone on."""
+        for old, guest in list(self._guests.items()):
+            if order.attach in guest.session.detached and guest.key == stranger.key:
+                del self._guests[old]
+                self._guests[who] = _Guest(guest.session, stranger.key, who[1])
+                guest.session.take_up(stranger.peer, order)
+                return
+        reason = f"there is no run {order.attach} here, or not any more"
+        stranger.peer.send(SessionEnded(reason, self._order.place.name), time.monotonic())
 
     # -- the clock -----------------------------------------------------------------------------------------------
 
@@ -222,13 +248,30 @@ class MachineRunner:
             if session.process.has_ended:
                 session.close()
                 self._leaving.remove(session)
+        self._keep_run_files()
+        if self._ends_when_idle and not self._guests and not self._leaving:
+            self.is_stopped = True
         if self._spare is None or self._spare.has_ended:
             if self._spare is not None:
                 _log.info(self._spare.last_words())
                 self._spare.close()
             self._spare = SessionProcess()
 
+    def _keep_run_files(self) -> None:
+        """Write down where runs that go on by themselves are found: a notebook that comes over ssh looks there."""
+        runs = {run for guest in self._guests.values() for run in guest.session.detached if not run.startswith("part ")}
+        for run in runs - self._run_files.keys():
+            path = run_file(self._order.place, run)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            text = json.dumps({"addresses": self.addresses, "key": self._order.keys[0], "pid": os.getpid()})
+            path.write_text(text, encoding="utf-8")
+            self._run_files[run] = path
+        for run in self._run_files.keys() - runs:
+            self._run_files.pop(run).unlink(missing_ok=True)
+
     def _close(self) -> None:
+        for path in self._run_files.values():
+            path.unlink(missing_ok=True)
         for guest in self._guests.values():
             guest.session.end(f"the runner on {self._order.place.name} was ended")
         sessions = [*(guest.session for guest in self._guests.values()), *self._leaving]
@@ -239,6 +282,20 @@ class MachineRunner:
         for sock in self._sockets:
             sock.close()
         self._authenticator.close()
+
+
+def _log_to_file(directory: Path) -> None:
+    """Write what is said to a file from now on: nobody reads it elsewhere."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(directory / f"runner-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for standard in (1, 2):
+        os.dup2(fd, standard)
+    os.close(fd)
+
+
+def run_file(place: Place, run_id: str) -> Path:
+    """Where it stands which runner has a run that goes on by itself."""
+    return place.projects.parent / "runs" / f"{run_id}.json"
 
 
 if __name__ == "__main__":

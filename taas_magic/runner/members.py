@@ -79,6 +79,7 @@ class Parts:
                     port,
                     guarded,
                     submit.task.environment,
+                    is_detached=submit.task.is_detached,
                 )
             )
             link.add(part)

@@ -69,6 +69,7 @@ from taas_magic.wire import (
     Waiting,
 )
 from taas_magic.wire_base import MemoryFile, Message
+from taas_magic.wire_machines import RanksGone
 from taas_magic.wire_zygote import (
     AgentExited,
     EndRun,
@@ -136,6 +137,12 @@ class Run:
         )
         self.log = OutputLog(directory.parent)
         self.pids = [0] * self.num_ranks
+        #: Somebody takes what comes; nobody may, while a run goes on by itself.
+        self.is_attached = not submit.task.is_detached
+        self.is_detached = submit.task.is_detached
+        #: What came home while nobody was there.
+        self._home: HomeArrived | None = None
+        self._arrived: HomeArrived | None = None
         #: No process of the run is left.
         self.over = False
         #: The kernel has been sent the end of the run, and all output before it.
@@ -246,8 +253,8 @@ class Run:
 
     def send_output(self) -> None:
         """Send what the kernel has room for, then the end of the run."""
-        if self.is_told:
-            # A process that outlived the run may still write: that is kept, and not shown.
+        if self.is_told or not self.is_attached:
+            # Nobody is there; or a process that outlived the run still writes: that is kept, and not shown.
             return
         while self._cursor < len(self.log) and self._unseen_bytes < _WINDOW_BYTES:
             index, self._cursor = self._cursor, self._cursor + 1
@@ -408,7 +415,7 @@ class Run:
 
     def _take_from_rank_0(self, rank: RankLink, message: object, descriptors: list[int]) -> None:
         """Carry out what only rank 0 has a say in."""
-        if isinstance(message, RankInput) and self.state.concluded:
+        if isinstance(message, RankInput) and (self.state.concluded or not self.is_attached):
             rank.send(InputLine(None))
         elif isinstance(message, RankInput):
             self._read_pipes(rank)
@@ -430,8 +437,30 @@ class Run:
         self._close_parcel()
         self._parcel_fd = parcel_fd
         parcel = MemoryFile(os.getpid(), parcel_fd, message.size_bytes)
-        self._send(HomeArrived(self.id, parcel, message.not_home, message.unwrapped))
-        self._do(self.state.home_arrived(time.monotonic()))
+        arrived = HomeArrived(self.id, parcel, message.not_home, message.unwrapped)
+        now = time.monotonic()
+        self._do(self.state.home_arrived(now))
+        self._arrived = arrived
+        if self.is_attached:
+            self._send(arrived)
+        else:
+            # It is safe here, so rank 0 may go.
+            self._home = arrived
+            self._do(self.state.home_taken(now))
+
+    def leave(self) -> None:
+        """Nobody takes what comes any more; the run goes on."""
+        self.is_attached = False
+        if self.state.home is HomePhase.ARRIVED:
+            self._home = self._arrived
+            self._do(self.state.home_taken(time.monotonic()))
+
+    def attach(self) -> None:
+        """Have somebody take what comes from now on, and all that has come."""
+        self.is_attached, self._cursor, self._unseen_bytes = True, 0, 0
+        if self._home is not None:
+            self._send(self._home)
+        self.send_output()
 
     def _announce_result(self, rank: int, message: RankResult, descriptors: list[int]) -> None:
         self._close_result(rank)
@@ -519,6 +548,8 @@ class Run:
             forgotten=sorted(self._forgotten),
             delivery=delivery,
         )
+        if not self.is_attached:
+            self._send(RanksGone(self.id))
         self.send_output()
 
     def abandon(self) -> None:
@@ -535,7 +566,8 @@ class Run:
             # Nothing happens where the run had been concluded, as it should have been.
             self._do(self.state.processes_lost("the processes of the run ended", time.monotonic()))
             self.over = True
-            self._close_parcel()
+            if self._home is None:
+                self._close_parcel()
             self.link.close()
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.directory)

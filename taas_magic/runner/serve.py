@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,12 @@ def serve_from_stdin() -> None:
     """Entry of ``python -m taas_magic.runner.machine --from-stdin``; see :mod:`taas_magic.machines.ssh`."""
     setproctitle.setproctitle("taas: machine")
     order = json.loads(_read_line(sys.stdin.fileno()))
+    if order.get("attach"):
+        _lead_to_run(order)
+        return
+    # What goes on by itself must not end with the login.
+    with contextlib.suppress(PermissionError):
+        os.setsid()
     # Whatever is printed from here on is no answer.
     answer_fd = os.dup(1)
     os.dup2(2, 1)
@@ -121,13 +129,70 @@ def serve_from_stdin() -> None:
         "pid": os.getpid(),
         "versions": {name: getattr(own_versions(), name) for name in own_versions().__struct_fields__},
     }
-    os.write(answer_fd, json.dumps(answer).encode() + b"\n")
+    _answer(answer_fd, answer)
     os.close(answer_fd)
     try:
         runner.serve()
     finally:
         if order.get("listen"):
             shutil.rmtree(Path(order["listen"].removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+def _lead_to_run(order: dict[str, Any]) -> None:
+    """Say where a run is found that goes on by itself on this machine, and lead there while somebody wants that."""
+    marker = order.get("marker", "")
+    path = projects_directory().parent / "runs" / f"{order['attach']}.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        os.kill(found["pid"], 0)
+    except (OSError, ValueError, KeyError):
+        problem = f"there is no run {order['attach']} on {socket.gethostname()}, or not any more"
+        _answer(1, {"marker": marker, "problem": problem})
+        return
+    address = order.get("address") or own_address()
+    if order.get("listen"):
+        threading.Thread(target=_relay, args=(_private(order["listen"]), found["addresses"][0]), daemon=True).start()
+    _answer(1, {"marker": marker, "address": _reachable(found["addresses"], address), "key": found["key"]})
+    try:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    finally:
+        if order.get("listen"):
+            shutil.rmtree(Path(order["listen"].removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+def _relay(listen: str, to: str) -> None:
+    """Lead connections to a Unix socket on to where a runner listens; what they carry is encrypted."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(listen.removeprefix("ipc://"))
+        listener.listen()
+        while True:
+            here, _ = listener.accept()
+            there = _connected(to)
+            for source, target in ((here, there), (there, here)):
+                threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+
+
+def _connected(address: str) -> socket.socket:
+    if address.startswith("ipc://"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address.removeprefix("ipc://"))
+        return sock
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host.strip("[]").replace("0.0.0.0", "127.0.0.1"), int(port)))  # noqa: S104
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(256 * 1024):
+            target.sendall(data)
+    for sock in (source, target):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _answer(fd: int, answer: dict[str, Any]) -> None:
+    os.write(fd, json.dumps(answer).encode() + b"\n")
 
 
 def _read_line(fd: int) -> bytes:

@@ -36,8 +36,10 @@ from taas_magic.runner.zygote_link import Meeting, ZygoteLink
 from taas_magic.versions import mismatch, own_versions
 from taas_magic.wire import (
     PROTOCOL_VERSION,
+    AttachRun,
     CellTask,
     Denied,
+    Detached,
     Hello,
     ImportsDone,
     KeptEnded,
@@ -61,6 +63,7 @@ from taas_magic.wire_machines import (
     CodeReady,
     CodeWanted,
     EndPart,
+    LeaveSession,
     Members,
     PartData,
     PartEnded,
@@ -271,6 +274,13 @@ class Server:
         elif isinstance(message, CancelDelivery):
             if self._delivery is not None and self._delivery.task.id == message.delivery_id:
                 self._close_delivery()
+        elif isinstance(message, AttachRun):
+            self._attach(message.run_id)
+        elif isinstance(message, LeaveSession):
+            for run in (self._run, *self._ending):
+                if run is not None and run.is_detached:
+                    run.leave()
+                    self._code.pause(paused=True)
         elif isinstance(message, Shutdown):
             self._stop = True
         elif isinstance(message, Members):
@@ -370,6 +380,8 @@ class Server:
                 return
         self._keep(self._run)
         self._code.watch(run_id)
+        if submit.task.is_detached:
+            self._send(Detached(run_id))
 
     def _resume(self, submit: Submit, parcel_fds: list[int], delivery: Delivery | None) -> Run:
         """Run a cell in ranks that were kept.
@@ -436,6 +448,15 @@ class Server:
         if task.writes == "all" or task.num_ranks == 1:
             return None
         return GuardedProject(task.project, task.writable, task.environment, str(self._directory))
+
+    def _attach(self, run_id: str) -> None:
+        """Have the notebook take a run up that has gone on by itself."""
+        for run in (self._run, *self._ending):
+            if run is not None and run.id == run_id:
+                self._code.pause(paused=False)
+                run.attach()
+                return
+        self._send(Denied(f"there is no run {run_id} here any more", run_id))
 
     def _keep(self, run: Run) -> None:
         self._logs[run.id] = (run.log, run.num_ranks)

@@ -41,6 +41,7 @@ from taas_magic.wire_machines import (
     CodeWanted,
     EndPart,
     FromMachine,
+    LeaveSession,
     MachineFree,
     MachineLost,
     MachineState,
@@ -49,6 +50,7 @@ from taas_magic.wire_machines import (
     PartData,
     PartEnded,
     PartNotice,
+    RanksGone,
     SessionEnded,
     SessionOpened,
     SyncCode,
@@ -58,6 +60,10 @@ from taas_magic.wire_machines import (
 #: A machine that is not heard of for so long is lost. A cable may be out for less.
 LOST_S = 8.0
 _OPEN_S = 60.0
+#: What a run that went on by itself has made is kept for so long.
+_KEPT_RESULT_S = 24 * 3600.0
+#: Begins the names of parts among those of runs.
+_PART = "part "
 #: Files that were sent are kept up to so much.
 _FILES_BYTES = 8 * 2**30
 
@@ -106,6 +112,11 @@ class Session:
         #: What is to be said to parts here once they have begun.
         self._queued_parts: dict[int, list[PartData]] = {}
         self._is_ready = False
+        #: Runs, and parts of runs, that go on by themselves.
+        self.detached: set[str] = set()
+        self.is_left = False
+        self._left_at = 0.0
+        self._store = peer.store
         self._told_free = -1
         for member in self._members:
             member.connection.send(msgspec.structs.replace(order, members=[], lease_s=LOST_S))
@@ -132,8 +143,10 @@ class Session:
         if self._has_opened and self._gpus.num_free != self._told_free:
             self._told_free = self._gpus.num_free
             self._say(MachineFree(self._told_free))
-        if self.ended is None and now > self.peer.heard_at + self.order.lease_s:
-            self.end(f"nothing was heard of the other side for {self.order.lease_s:.0f} s")
+        if self.ended is None and not self.is_left and now > self.peer.heard_at + self.order.lease_s:
+            self._leave(f"nothing was heard of the other side for {self.order.lease_s:.0f} s")
+        if self.ended is None and self.is_left and now > self._left_at + _KEPT_RESULT_S:
+            self.end("nobody came for what its runs have made")
         if self.ended is None and self.process.has_ended:
             self.end(self.process.last_words())
 
@@ -153,6 +166,9 @@ class Session:
         if isinstance(message, CloseSession):
             self.end("")
             return
+        if isinstance(message, LeaveSession):
+            self._leave("")
+            return
         if isinstance(message, OpenSession):
             return
         here = as_received(message, files)
@@ -168,12 +184,36 @@ class Session:
             self.process.send(here)
 
     def _say(self, message: Any) -> None:
-        """Say something to the other side, with its files, if it has some."""
-        self._hand_on(message, self.peer)
+        """Say something to the other side, with its files, if it has some; nobody hears it while it is left."""
+        if not self.is_left:
+            self._hand_on(message, self.peer)
+
+    # -- runs that go on by themselves ---------------------------------------------------------------------------
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run goes on by itself, or has, and nobody has taken up what came of it."""
+        return bool(self.detached)
+
+    def _leave(self, reason: str) -> None:
+        """Go on alone, if there is something to go on with; a part of a run is nothing without its head."""
+        if any(not each.startswith(_PART) for each in self.detached):
+            self.is_left, self._left_at = True, time.monotonic()
+            self.process.send(LeaveSession())
+        else:
+            self.end(reason)
+
+    def take_up(self, peer: Peer[ToMachine], order: OpenSession) -> None:
+        """Let a notebook have it again."""
+        peer.store.close()
+        peer.store = self._store
+        self.peer, self.order, self.is_left = peer, order, False
+        self._has_opened = False
+        self._open_when_ready()
 
     def _hand_on(self, message: Any, to: Peer[ToMachine] | Connection) -> None:
         try:
-            message, files = to_send(message, self.peer.store)
+            message, files = to_send(message, self._store)
         except OSError:
             # Whoever had it has ended meanwhile, and with it the run.
             return
@@ -193,6 +233,8 @@ class Session:
 
     def _submit(self, submit: Submit) -> None:
         run_id = submit.task.run_id
+        if submit.task.is_detached:
+            self.detached.add(run_id)
         if submit.kept_id:
             # Its ranks have their GPUs.
             self._resumed[run_id] = _run_of(submit.kept_id)
@@ -235,7 +277,9 @@ class Session:
             self._gpus.release(owner)
 
     def _begin_part(self, order: BeginPart) -> None:
-        owner = self._owners[f"part {order.part}"] = object()
+        owner = self._owners[f"{_PART}{order.part}"] = object()
+        if order.is_detached:
+            self.detached.add(f"{_PART}{order.part}")
         held = self._queued_parts[order.part] = []
 
         def granted(gpus: list[str]) -> None:
@@ -254,7 +298,7 @@ class Session:
         """Keep what is said to a part that has not begun, for want of GPUs."""
         if isinstance(message, EndPart):
             del self._queued_parts[message.part]
-            self._release(f"part {message.part}")
+            self._release(f"{_PART}{message.part}")
             self._say(PartEnded(message.part))
         else:
             self._queued_parts[message.part].append(message)
@@ -263,12 +307,20 @@ class Session:
 
     def hear_process(self) -> None:
         """Take what the session's process says."""
-        for message in self.process.receive():
+        try:
+            messages = self.process.receive()
+        except msgspec.MsgspecError as error:
+            self.end(f"the session's process said what is no message: {error}")
+            return
+        for message in messages:
             if isinstance(message, Welcome):
                 continue
             if isinstance(message, Ready):
                 self._is_ready = True
                 self._open_when_ready()
+                continue
+            if isinstance(message, RanksGone):
+                self._release(message.run_id)
                 continue
             if isinstance(message, BeginPart):
                 self._hand_to_member(message, self._members[message.machine])
@@ -300,6 +352,8 @@ class Session:
     def _note(self, message: Any) -> None:
         """See which GPUs are free again."""
         if isinstance(message, RunEnded):
+            # Told: somebody has taken it up.
+            self.detached.discard(message.run_id)
             started_as = self._resumed.pop(message.run_id, message.run_id)
             if not message.kept_id:
                 self._release(started_as)
@@ -308,7 +362,8 @@ class Session:
         elif isinstance(message, Denied) and message.run_id:
             self._release(message.run_id)
         elif isinstance(message, PartEnded):
-            self._release(f"part {message.part}")
+            self._release(f"{_PART}{message.part}")
+            self.detached.discard(f"{_PART}{message.part}")
 
     # -- other machines ------------------------------------------------------------------------------------------
 
@@ -386,7 +441,7 @@ class Session:
         """Let go of everything; its process has ended."""
         for key in list(self._owners):
             self._release(key)
-        self.peer.store.close()
+        self._store.close()
         self.process.close()
 
 

@@ -49,7 +49,7 @@ def write_settings(project: Path, hosts: Hosts, **changes: str) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    return {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
+    return {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "XDG_STATE_HOME": str(home / ".state")}
 
 
 def of_taas(hosts: Hosts) -> dict[str, list[str]]:
@@ -74,7 +74,10 @@ def await_nothing_beyond(hosts: Hosts, before: dict[str, list[str]]) -> None:
     def is_gone() -> bool:
         return all(set(titles) <= set(before[name]) for name, titles in of_taas(hosts).items())
 
-    await_condition(is_gone, "the end of what was started on the hosts", GONE_S)
+    try:
+        await_condition(is_gone, "the end of what was started on the hosts", GONE_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; left: {of_taas(hosts)}, of which before: {before}") from None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -288,3 +291,23 @@ def test_through_a_tunnel_and_when_the_kernel_dies(three_hosts: Hosts, tmp_path:
         notebook.wait_for_output("sleeping")
         os.kill(notebook.pid, signal.SIGKILL)
         await_nothing_beyond(three_hosts, before)
+
+
+def test_a_run_on_three_machines_goes_on_alone(three_hosts: Hosts, tmp_path: Path, private_temp: Path) -> None:
+    before = of_taas(three_hosts)
+    write_settings(tmp_path, three_hosts)
+    (tmp_path / "home").mkdir()
+    source = """
+import socket, time, torch.distributed as dist
+dist.init_process_group("nccl")
+time.sleep(3)
+hosts = [None] * 6
+dist.all_gather_object(hosts, socket.gethostname())
+print("together")
+"""
+    with Notebook(tmp_path, environment(tmp_path / "home"), extension=True) as notebook:
+        assert "goes on without this notebook" in notebook.run(f"{THREE} --detach\n{source}").ok().stderr
+    with Notebook(tmp_path, environment(tmp_path / "home"), extension=True) as notebook:
+        assert notebook.run("%taas attach", timeout=60).ok().stdout == "together\n"
+        assert value(notebook, "hosts") == repr([name for name in three_hosts.names for _ in range(2)])
+    await_nothing_beyond(three_hosts, before)

@@ -118,6 +118,16 @@ def test_a_copy_is_like_the_project_and_keeps_what_runs_made(project: Path, tmp_
     assert not (target / "notes.md").exists()
 
 
+def test_a_file_that_changes_twice_a_second_is_newer_each_time(project: Path, tmp_path: Path) -> None:
+    store, target = CodeStore(tmp_path / "store"), tmp_path / "copy"
+    seconds = set()
+    for text in ("a", "b", "c"):
+        (project / "train.py").write_text(text)
+        send(project, store, target)
+        seconds.add(int((target / "train.py").stat().st_mtime))
+    assert len(seconds) == 3
+
+
 def test_a_content_must_have_its_digest(tmp_path: Path) -> None:
     store = CodeStore(tmp_path)
     with pytest.raises(ValueError, match="does not have its digest"):
