@@ -145,6 +145,10 @@ class Parts:
         for part in self._held.values():
             yield from part.sources()
 
+    def deadline(self) -> float | None:
+        """Seconds until something here is due."""
+        return min((due for part in self._held.values() if (due := part.deadline()) is not None), default=None)
+
     def tick(self) -> None:
         """Let go of parts that are over."""
         for number, part in list(self._held.items()):

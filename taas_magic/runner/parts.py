@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from taas_magic.wire_zygote import EndRun, FromRunZygote, RankExited
 #: What is read of a pipe at a time, and how often at once.
 _READ_BYTES = 256 * 1024
 _READS_AT_ONCE = 8
+#: How long output gathers here before it is sent.
+_GATHER_S = 0.1
 _RUN_ZYGOTE = -1
 #: The exit code of ranks whose machine was lost.
 LOST = -9
@@ -220,9 +223,10 @@ class HeldPart:
         """Everything that can become readable."""
         for rank, channel in self._raw.items():
             yield Source(channel.fileno(), lambda rank=rank: self._hear(rank))  # type: ignore[misc]
+        now = time.monotonic()
         for link in self._link.ranks:
             for fd in (link.stdout_fd, link.stderr_fd):
-                if fd >= 0:
+                if fd >= 0 and link.quiet_until <= now:
                     yield Source(fd, lambda link=link: self._read(link))  # type: ignore[misc]
 
     def take(self, message: PartData, descriptors: list[int]) -> None:
@@ -264,7 +268,14 @@ class HeldPart:
             self._files[inode] = fd
         return MemoryFile(os.getpid(), self._files[inode], status.st_size)
 
+    def deadline(self) -> float | None:
+        """Seconds until some output has gathered for long enough."""
+        now = time.monotonic()
+        waiting = [link.quiet_until - now for link in self._link.ranks if link.quiet_until > now and link.has_pipes]
+        return min(waiting, default=None)
+
     def _read(self, link: RankLink) -> None:
+        size = 0
         for name, kind in (("stdout_fd", "stdout"), ("stderr_fd", "stderr")):
             for _ in range(_READS_AT_ONCE):
                 fd = getattr(link, name)
@@ -278,7 +289,9 @@ class HeldPart:
                     os.close(fd)
                     setattr(link, name, -1)
                     break
+                size += len(data)
                 self._send(PartData(self.number, link.rank, kind, data))  # type: ignore[arg-type]
+        link.note_read(size, time.monotonic(), _GATHER_S)
 
     def _finish(self) -> None:
         """All processes have gone."""

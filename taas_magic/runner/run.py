@@ -89,6 +89,8 @@ if TYPE_CHECKING:
 _WINDOW_BYTES = 1024 * 1024
 _READ_BYTES = 256 * 1024
 _READS_AT_ONCE = 16
+#: How long output gathers before it is taken: of ranks that are shown, and of others.
+_GATHER_S, _GATHER_UNSEEN_S = 0.03, 0.2
 #: How many lines of a failed rank's output are handed on; the kernel quotes a choice of them.
 _TAIL_LINES = 200
 
@@ -206,7 +208,12 @@ class Run:
 
     def rank_sources(self) -> Iterator[Source]:
         """What comes from the ranks themselves."""
+        now = time.monotonic()
         for rank in self.link.ranks:
+            if rank.quiet_until > now and not self.state.concluded:
+                if rank.channel is not None and rank.channel.fileno() >= 0:
+                    yield Source(rank.channel.fileno(), lambda rank=rank: self._hear_rank(rank))  # type: ignore[misc]
+                continue
             if rank.stdout_fd >= 0:
                 yield Source(rank.stdout_fd, lambda rank=rank: self._read_pipes(rank))  # type: ignore[misc]
             if rank.stderr_fd >= 0:
@@ -215,8 +222,11 @@ class Run:
                 yield Source(rank.channel.fileno(), lambda rank=rank: self._hear_rank(rank))  # type: ignore[misc]
 
     def deadline(self) -> float | None:
-        """Seconds until :meth:`tick` is due."""
-        return self.state.next_deadline(time.monotonic())
+        """Seconds until :meth:`tick` is due, or output has gathered for long enough."""
+        now = time.monotonic()
+        gathered = [rank.quiet_until - now for rank in self.link.ranks if rank.quiet_until > now and rank.has_pipes]
+        due = self.state.next_deadline(now)
+        return min(gathered if due is None else [due, *gathered], default=None)
 
     def tick(self) -> None:
         """Look at the clock."""
@@ -347,6 +357,7 @@ class Run:
 
     def _read_pipes(self, rank: RankLink) -> None:
         """Take what is in a rank's pipes; a bounded amount, so that one loud rank does not keep the others waiting."""
+        size = 0
         for name, kind in (("stdout_fd", "stdout"), ("stderr_fd", "stderr")):
             for _ in range(_READS_AT_ONCE):
                 fd = getattr(rank, name)
@@ -360,7 +371,10 @@ class Run:
                     os.close(fd)
                     setattr(rank, name, -1)
                     break
+                size += len(data)
                 self.log.append(rank.rank, kind, data, sealed=self._cursor)
+        is_shown = self._shown is None or rank.rank in self._shown
+        rank.note_read(size, time.monotonic(), _GATHER_S if is_shown else _GATHER_UNSEEN_S)
         self.send_output()
 
     def _hear_rank(self, rank: RankLink) -> None:

@@ -147,8 +147,9 @@ class Server:
         for source in self._sources():
             poller.register(source.fd, zmq.POLLIN)
             handlers[source.fd] = source.ready
-        deadline = self._run.deadline() if self._run is not None else None
-        timeout_ms = 1000 if deadline is None else max(1, min(1000, int(deadline * 1000) + 1))
+        due = [self._parts.deadline(), self._run.deadline() if self._run is not None else None]
+        deadline = min((each for each in due if each is not None), default=1.0)
+        timeout_ms = max(1, min(1000, int(deadline * 1000) + 1))
         for what, _ in poller.poll(timeout_ms):
             if what is self._socket:
                 self._hear_kernel()

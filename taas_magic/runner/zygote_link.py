@@ -26,6 +26,8 @@ from taas_magic.wire_zygote import (
 if TYPE_CHECKING:
     from taas_magic.runner.parts import RemoteChannel, RemotePart
 
+#: From how much on output does not gather in a rank's pipes: a pipe holds 64 KiB.
+_LITTLE_BYTES = 32 * 1024
 #: A warm zygote has ended what descends from it by then.
 _END_S = 4.0
 
@@ -159,6 +161,17 @@ class RankLink:
     stdout_fd: int
     stderr_fd: int
     channel: Channel[FromRank] | RemoteChannel | None
+    #: Until then its output gathers in the pipes: to take each line by itself costs more than the line.
+    quiet_until: float = 0.0
+
+    @property
+    def has_pipes(self) -> bool:
+        """Whether output may still come from it."""
+        return self.stdout_fd >= 0 or self.stderr_fd >= 0
+
+    def note_read(self, size_bytes: int, now: float, gather_s: float) -> None:
+        """Note how much has just been read; where it is little, more may gather before the next look."""
+        self.quiet_until = now + gather_s if 0 < size_bytes < _LITTLE_BYTES else 0.0
 
     def send(self, message: Message) -> None:
         """Send to the rank, if it is still there."""

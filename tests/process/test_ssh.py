@@ -25,7 +25,7 @@ from taas_magic.machines.ssh_failures import MachineStartError
 
 #: A fixture is found by its name in the module.
 three_hosts = hosts.three_hosts
-SOON_S = 20.0
+SOON_S = 45.0
 
 #: In place of a runner: answers, keeps a log, echoes what comes over its socket, and ends when its stdin does.
 STAND_IN = r"""
