@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -15,12 +16,13 @@ from taas_magic.client.detached import find, require_alone
 from taas_magic.client.pools import PoolSession, describe_pool, detachable
 from taas_magic.client.session import Session
 from taas_magic.errors import PragmaError, TaasError
+from taas_magic.machines.keys import is_key
 from taas_magic.notebook.cell import attach, rank_environment, require_kept, run_cell, run_cell_for_value
 from taas_magic.notebook.imports import installed_modules
 from taas_magic.notebook.magics import make_magics
 from taas_magic.pools import LOCAL, find_pool
 from taas_magic.pragma import ParsedCell, Pragma, parse_cell, parse_flags, parse_magic_cell, parse_plain_cell
-from taas_magic.settings import load_settings
+from taas_magic.settings import PoolSettings, RunnerAddress, load_settings
 
 #: The cell magics that a cell becomes that has a pragma, or that has none; not for users, whose magic is ``%%taas``.
 _PRAGMA_MAGIC, _PLAIN_MAGIC = "taas_pragma_cell", "taas_plain_cell"
@@ -35,6 +37,8 @@ class Extension:
         self._local = Session()
         #: The places that cells have named, by their pools' names.
         self._pools: dict[str, PoolSession] = {}
+        #: Where cells run that name no place.
+        self._default_pool = PoolSettings(name=LOCAL)
         #: The place of the last cell; what is said of ranks that are kept is said of those there.
         self.session: Session = self._local
         self._is_transforming = True
@@ -137,7 +141,7 @@ class Extension:
         """Run a cell in a session of its own, which is left to itself."""
         require_alone(self.session.kept)
         settings = load_settings(Path.cwd(), os.environ)
-        pool = find_pool(settings, parsed.pragma.pool or LOCAL)
+        pool = find_pool(settings, parsed.pragma.pool) if parsed.pragma.pool else self._default_pool
         session = PoolSession(detachable(pool), settings, self._local.store)
         try:
             run_cell(self.shell, session, parsed, self._plain_transform)
@@ -156,9 +160,9 @@ class Extension:
             SettingsError: if the settings are not valid.
         """
         settings = load_settings(Path.cwd(), os.environ)
-        if pragma.pool is None:
-            return self.session if self.session.kept is not None else self._local
-        pool = find_pool(settings, pragma.pool)
+        if pragma.pool is None and self.session.kept is not None:
+            return self.session
+        pool = self._default_pool if pragma.pool is None else find_pool(settings, pragma.pool)
         if pool.engine == "local":
             return self._local
         session = self._pools.get(pool.name)
@@ -168,6 +172,25 @@ class Extension:
         if session is None:
             session = self._pools[pool.name] = PoolSession(pool, settings, self._local.store)
         return session
+
+    def connect(self, address: str, key: str) -> None:
+        """Have cells that name no place run on the machine whose runner listens there; "" is this machine again.
+
+        Raises:
+            PragmaError: if that is no address, or no key.
+        """
+        if not address:
+            self._default_pool = PoolSettings(name=LOCAL)
+            return
+        host = re.fullmatch(r"tcp://(\S+):\d+", address)
+        if host is None or not is_key(key):
+            raise PragmaError.of(
+                f"%taas connect {address} {key}".rstrip(),
+                expected="%taas connect tcp://HOST:PORT KEY, with the key that `taas keys --runner` shows there",
+                do="start `taas runner` there; its log says both",
+            )
+        runner = RunnerAddress(host[1], address, key)
+        self._default_pool = PoolSettings(name=host[1], engine="runner", runners=(runner,))
 
     def describe_pools(self) -> str:
         """The pools of the settings, a line each, with their machines as far as they are known."""

@@ -27,6 +27,7 @@ _HELP = """\
 %taas attach [ID]            take one up: its output, and what it has made; by default the latest
 %taas stop ID                stop one, and bring home what it has made
 %taas pools                  the pools of the settings, their machines, and what is free
+%taas connect ADDRESS KEY    run cells that name no place on the machine whose runner listens there; `off` ends that
 %taas release                end the ranks that were kept
 %taas restart                end the runner and start a new one
 %taas help                   this text
@@ -61,6 +62,7 @@ def _command(extension: Extension, line: str) -> Any:
         "runs": lambda _, __: print("\n".join(map(str, runs())) or "no run goes on by itself"),
         "attach": lambda extension, arguments: extension.attach(arguments[0] if arguments else ""),
         "stop": _stop,
+        "connect": _connect,
         "pools": lambda extension, _: print(extension.describe_pools()),
         "release": _release,
         "restart": _restart,
@@ -160,6 +162,13 @@ def _auto(extension: Extension, line: str) -> None:
     pragma = extension.plain_cells
     assert pragma is not None
     print(f"plain cells run on {plural(pragma.gpus, 'rank')} from here on; `%taas auto off` ends that")
+
+
+def _connect(extension: Extension, arguments: list[str]) -> None:
+    address, key = (*arguments, "", "")[:2]
+    extension.connect("" if address == "off" else address or " ", key)
+    where = "this machine" if address == "off" else address
+    print(f"cells that name no place run on {where}")
 
 
 def _stop(extension: Extension, arguments: list[str]) -> None:

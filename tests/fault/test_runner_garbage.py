@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import select
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from runners import Runner, started
 
-import taas_magic
-from taas_magic.link.connection import Connection
 from taas_magic.link.curve import connected_socket
-from taas_magic.link.files import FileStore
 from taas_magic.link.reliable import ReliableStream
 from taas_magic.machines.keys import KeyPair, new_keys
 from taas_magic.versions import own_versions
-from taas_magic.wire_machines import CloseSession, FromMachine, MachineAddress, OpenSession, SessionEnded, SessionOpened
+from taas_magic.wire_machines import CloseSession, FromMachine, OpenSession, SessionEnded, SessionOpened
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
@@ -35,59 +28,10 @@ MOST_MIB = 400
 SOON_S = 60.0
 
 
-@dataclass
-class Runner:
-    process: subprocess.Popen[str]
-    port: int
-    key: str
-    authorized: KeyPair
-
-    @property
-    def address(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
-
-    def session(self) -> Connection:
-        machine = MachineAddress("here", self.address, self.key)
-        return Connection(machine, (self.authorized.public, self.authorized.secret), FileStore(0))
-
-    @property
-    def memory_mib(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 @pytest.fixture
 def runner(tmp_path: Path, private_temp: Path) -> Iterator[Runner]:
-    keys = new_keys()
-    (tmp_path / "authorized").write_text(f"{keys.public} tests\n")
-    home = str(Path(taas_magic.__file__).resolve().parent.parent)
-    command = [sys.executable, "-m", "taas_magic.cli", "runner", "--listen", "tcp://127.0.0.1:*", "--gpus", "2"]
-    environment = {
-        **os.environ,
-        "XDG_CONFIG_HOME": str(tmp_path / "config"),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")])),
-    }
-    log = tmp_path / "runner.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--authorized-keys", str(tmp_path / "authorized"), "--address", "127.0.0.1"],
-            stderr=output,
-            env=environment,
-            text=True,
-        )
-    try:
-        deadline = time.monotonic() + SOON_S
-        while "its key: " not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            select.select([], [], [], 0.05)
-        text = log.read_text()
-        port = int(text.split("listening on tcp://")[1].split()[0].rpartition(":")[2])
-        yield Runner(process, port, text.split("its key: ")[1].split()[0], keys)
-    finally:
-        process.terminate()
-        process.wait(30)
+    with started(tmp_path, num_gpus=2) as made:
+        yield made
 
 
 def opened(runner: Runner) -> SessionOpened | SessionEnded:
