@@ -75,6 +75,7 @@ from taas_magic.wire_machines import (
 _TICK_MS = 100
 _START_S = 60.0
 _GOODBYE_S = 1.0
+_MANY = 2**16
 #: When to say that nothing is heard of the head, and when it counts as lost.
 _SILENT_S, _LOST_S = 3.0, 9.0
 _FILES_BYTES = 4 * 2**30
@@ -111,6 +112,12 @@ class Gateway:
         #: What the kernel is told as soon as it is there.
         self._to_tell: list[Message] = []
         self._names = [each.name for each in order.machines] + [each.name for each in order.ssh]
+        #: The most ranks that the pool puts on each.
+        self._slots = {each.name: each.slots or _MANY for each in order.ssh} | {
+            each.name: _MANY for each in order.machines
+        }
+        #: By which the machines reach the head, where the pool says that.
+        self._head_address = ""
         self._not_started: list[tuple[str, str]] = []
         self._code = CodeSender(
             Path(order.project),
@@ -223,9 +230,10 @@ class Gateway:
         if problems:
             self._lose("; ".join(problems))
             return
+        self._head_address = getattr(self._started[0].machine, "address", None) or ""
         addresses = []
         for place, process in enumerate(self._started):
-            there = process.answer["address"]
+            there = _address_of(process)
             here = process.local_address if place == 0 and process.local_address else there
             addresses.append(MachineAddress(process.machine.name, here, process.answer["key"]))
         self._connect(addresses)
@@ -245,6 +253,7 @@ class Gateway:
                 # Runners that are up let each other in by their own keys; those that were started here, by ours.
                 order.keys if order.ssh else None,
                 order.project_id,
+                self._head_address,
                 order.attach,
             )
         )
@@ -276,7 +285,7 @@ class Gateway:
     def _take_from_head(self, message: FromMachine, files: list[File]) -> None:
         if isinstance(message, SessionOpened):
             machines = [
-                PoolMachine(name, len(each.gpus), each.has_cuda, each.lost, each.free)
+                PoolMachine(name, min(len(each.gpus), self._slots[name]), each.has_cuda, each.lost, each.free)
                 for name, each in zip(self._present(), message.machines, strict=False)
             ]
             machines += [PoolMachine(name, 0, has_cuda=False, lost=reason) for name, reason in self._not_started]
@@ -436,6 +445,15 @@ class Gateway:
             self._tell(Waiting(text, run_id))
 
         return tell
+
+
+def _address_of(process: RemoteProcess) -> str:
+    """Where other machines reach a runner: what the pool says, or what it says itself."""
+    said: str = process.answer["address"]
+    given = getattr(process.machine, "address", None)
+    if not given:
+        return said
+    return f"tcp://[{given}]:{said.rpartition(':')[2]}" if ":" in given else f"tcp://{given}:{said.rpartition(':')[2]}"
 
 
 def main() -> None:

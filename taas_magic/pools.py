@@ -37,13 +37,19 @@ def find_pool(settings: Settings, name: str) -> PoolSettings:
             expected="local, ssh or runner",
             do="choose another engine",
         )
-    if pool.engine != LOCAL and not (pool.machines or pool.runners):
-        raise SettingsError.of(
-            f"pool `{name}` has no machines",
-            expected="machines, a list, or machine_list, the path of a file with one a line",
-            do=f"add them to [pools.{name}]",
-        )
+    if pool.engine == "ssh" and not pool.machines:
+        raise _no_machines(pool, "machines, a list, or machine_list, the path of a file with one a line")
+    if pool.engine == "runner" and not pool.runners:
+        raise _no_machines(pool, "runners, a list of their addresses and keys")
     return pool
+
+
+def _no_machines(pool: PoolSettings, expected: str) -> SettingsError:
+    return SettingsError.of(
+        f"pool `{pool.name}` has no machines for engine {pool.engine}",
+        expected=expected,
+        do=f"add them to [pools.{pool.name}]",
+    )
 
 
 def place(pool: PoolSettings, gpus: int, gpus_per_machine: int | None, machine_gpus: Sequence[int]) -> list[int]:
@@ -71,6 +77,13 @@ def place(pool: PoolSettings, gpus: int, gpus_per_machine: int | None, machine_g
         if has and wanted <= has:
             counts[number] = wanted
             left -= wanted
+        if left == 0 and not counts[0]:
+            raise PlacementError.of(
+                f"pool `{pool.name}`: its first machine, the head, can hold {plural(machine_gpus[0], 'rank')}, "
+                f"and is to have {min(gpus, gpus_per_machine or gpus)}",
+                expected="rank 0 on the head",
+                do="name a machine first that has enough, or write a smaller size",
+            )
         if left == 0:
             return counts
     held = gpus - left

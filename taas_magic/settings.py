@@ -146,6 +146,9 @@ def _runners(value: Any, _file: _File) -> tuple[RunnerAddress, ...]:
         if not is_right or not is_key(key):
             raise _UnfitError
         found.append(RunnerAddress(str(each.get("name", address.removeprefix("tcp://"))), address, key))
+    # Machines are told apart by their names, too.
+    if min(len({each.address for each in found}), len({each.name for each in found})) < len(found):
+        raise _UnfitError
     return tuple(found)
 
 
@@ -337,7 +340,7 @@ class PoolSettings:
         default=(),
         metadata=_key(
             _runners,
-            expected='a list such as [{ address = "tcp://node1:7777", key = "..." }], with a `name` if you like',
+            expected='a list such as [{ address = "tcp://node1:7777", key = "..." }], `name` if you like, each once',
             default="none",
             meaning="For `runner`: where the runners listen, and their public keys; the first one is the head.",
         ),
@@ -447,6 +450,8 @@ class Settings:
 
 _POOLS: Final = "pools"
 _POOL: Final = "pools."
+#: Two ways to say the same: of two files, what the one says replaces what the other says.
+_INSTEAD: Final = {"machines": "machine_list", "machine_list": "machines"}
 #: As `#!NAME.8` can name it.
 _POOL_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _TABLES: Final[dict[str, type[Any]]] = {
@@ -480,7 +485,9 @@ def load_settings(cwd: Path, environ: Mapping[str, str]) -> Settings:
     for path in _files(cwd, environ):
         for table, key, value in _read_file(path, environ):
             if table.startswith(_POOL):
-                pools.setdefault(table.removeprefix(_POOL), {})[key] = value
+                pool = pools.setdefault(table.removeprefix(_POOL), {})
+                pool.pop(_INSTEAD.get(key, ""), None)
+                pool[key] = value
             else:
                 merged[table][key] = value
     return Settings(
@@ -561,6 +568,12 @@ def _read_pools(file: _File, content: Any) -> Iterator[tuple[str, str, Any]]:
                 f"{at}: {name or _POOLS} is no pool",
                 expected="tables [pools.NAME], with names of letters, digits, - and _, such as [pools.g2]",
                 do="write such a line, and the pool's keys below it",
+            )
+        if _INSTEAD.keys() <= pool.keys():
+            raise SettingsError.of(
+                f"{file.at(_POOLS, name, 'machine_list')}: [{_POOL}{name}] has machines and machine_list",
+                expected="one of them: they say the same thing",
+                do="delete the other",
             )
         yield from _read_table(file, f"{_POOL}{name}", PoolSettings, pool)
 

@@ -99,6 +99,8 @@ class OpenSession(Message, frozen=True):
     member_keys: tuple[str, str] | None = None
     #: By which the project's directory is known on machines; "" where there is none.
     project_id: str = ""
+    #: By which the other machines reach this one; "" for what it thinks itself.
+    address: str = ""
     #: Take up the session in which this run goes on by itself, in place of a new one.
     attach: str = ""
 

@@ -77,8 +77,6 @@ def started(directory: Path, *, num_gpus: int, keys: KeyPair | None = None) -> I
         process = subprocess.Popen(
             [
                 *command,
-                "--gpus",
-                str(num_gpus),
                 "--authorized-keys",
                 str(directory / "authorized"),
                 "--address",

@@ -53,7 +53,8 @@ def new_keys() -> KeyPair:
 def keys_directory(environ: Mapping[str, str]) -> Path:
     """Where this user's keys are."""
     base = environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".config") / "taas" / "keys"
+    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    return (Path(base) if base.startswith("/") else home / ".config") / "taas" / "keys"
 
 
 def own_keys(whose: Whose, environ: Mapping[str, str] | None = None) -> KeyPair:

@@ -22,8 +22,9 @@ from taas_magic.errors import SettingsError
 from taas_magic.settings_text import read_text
 
 _HOST: Final = re.compile(
-    r"(?:(?P<user>[^@\s\[\]:]+)@)?(?:\[(?P<ip6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s\[\]:@=#/]+))(?::(?P<port>\d{1,5}))?"
+    r"(?:(?P<user>[^@\s\[\]:]+)@)?(?:\[(?P<ip6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s\[\]:@=#/]+))(?::(?P<port>[0-9]{1,5}))?"
 )
+_SLOTS: Final = re.compile(r"[1-9][0-9]{0,5}")
 _EXPECTED: Final = "[user@]host[:port] [slots=N] [address=A]"
 
 
@@ -41,9 +42,10 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """What to call it: with the port, since one host may be several machines."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.user}@{host}" if self.user else host
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{host}" + (f":{self.port}" if self.port else "")
 
 
 class MachineError(ValueError):
@@ -70,7 +72,7 @@ def parse_machine(text: str) -> Machine:
             raise MachineError(f"{word!r} in {text!r}")
         options[name] = value
     slots = options.get("slots")
-    if slots is not None and not (slots.isdigit() and int(slots) > 0):
+    if slots is not None and not _SLOTS.fullmatch(slots):
         raise MachineError(f"slots={slots} in {text!r}")
     return Machine(
         match["ip6"] or match["host"], match["user"], port, int(slots) if slots else None, options.get("address")

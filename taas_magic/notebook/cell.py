@@ -30,7 +30,7 @@ from taas_magic.client.session import (
 )
 from taas_magic.data.registry import Registration, registrations
 from taas_magic.envfile import read_env_file
-from taas_magic.errors import CannotTravelError, PlacementError
+from taas_magic.errors import CannotTravelError, DeliveryError, PlacementError
 from taas_magic.namespace import process_state
 from taas_magic.namespace.mirror import Mirror
 from taas_magic.namespace.names import CellNames, names_of_cell
@@ -306,6 +306,11 @@ def _deliver(  # noqa: PLR0917 - everything that a delivery depends on
         view.notice(nothing_registered())
         return
     task = request.task
+    if sum(count > 0 for count in request.ranks_of_machines) > 1:
+        raise DeliveryError.of(
+            "--cpus delivers to the ranks of one machine, and this run has ranks on several",
+            do="leave --cpus out, and give the loaders workers; or run on one machine",
+        )
     delivery = plan_delivery(
         shell.user_ns, loaders, packed.common, pragma, settings, task.environment, session.store, task.run_id
     )

@@ -119,8 +119,8 @@ class Session:
         self._store = peer.store
         self._told_free = -1
         for member in self._members:
-            member.connection.send(msgspec.structs.replace(order, members=[], lease_s=LOST_S))
-        process.send(Members(place.address, self._project, [each.name for each in order.members]))
+            member.connection.send(msgspec.structs.replace(order, members=[], lease_s=LOST_S, address=""))
+        process.send(Members(order.address or place.address, self._project, [each.name for each in order.members]))
 
     # -- what to poll --------------------------------------------------------------------------------------------
 

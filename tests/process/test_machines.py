@@ -219,7 +219,8 @@ def test_a_machine_that_is_lost_ends_the_cell_and_is_named(notebook: Notebook, t
     notebook.wait_for_output("sleeping")
     for title in of_taas(three_hosts)["host1"]:
         os.kill(int(title.split()[0]), signal.SIGKILL)
-    cell = notebook.wait(10)
+    # 8 s of silence, and then what it takes; twice that is for a machine that is busy.
+    cell = notebook.wait(20)
     assert cell.status == "error"
     assert "host1" in cell.output
     # It is started anew for the next cell.
@@ -246,7 +247,7 @@ def test_a_machine_that_is_cut_off_is_lost(notebook: Notebook, three_hosts: Host
     notebook.wait_for_output("sleeping")
     three_hosts.cut("host2")
     try:
-        cell = notebook.wait(12)
+        cell = notebook.wait(20)
         assert cell.status == "error"
         assert "host2" in cell.output
         assert cell.seconds < 600
@@ -310,4 +311,22 @@ print("together")
     with Notebook(tmp_path, environment(tmp_path / "home"), extension=True) as notebook:
         assert notebook.run("%taas attach", timeout=60).ok().stdout == "together\n"
         assert value(notebook, "hosts") == repr([name for name in three_hosts.names for _ in range(2)])
+    await_nothing_beyond(three_hosts, before)
+
+
+def test_a_machine_list_says_how_many_ranks_and_by_which_address(three_hosts: Hosts, tmp_path: Path) -> None:
+    before = of_taas(three_hosts)
+    listed = tmp_path / "machines.txt"
+    listed.write_text(f"# ours\nhost1 slots=1 address={three_hosts.address('host1')}\nhost2\n")
+    write_settings(tmp_path, three_hosts, machine_list='"machines.txt"')
+    lines = (tmp_path / "taas.toml").read_text().splitlines()
+    (tmp_path / "taas.toml").write_text("\n".join(line for line in lines if not line.startswith("machines =")))
+    (tmp_path / "home").mkdir()
+    with Notebook(tmp_path, environment(tmp_path / "home"), extension=True) as notebook:
+        notebook.run("import os, socket").ok()
+        source = "#!g2.1\n#pragma taas --gpus 2 --rank-results\n(socket.gethostname(), os.environ['MASTER_ADDR'])"
+        found = notebook.run(source).ok().result
+        assert found == repr([("host1", three_hosts.address("host1")), ("host2", three_hosts.address("host1"))])
+        cell = notebook.run("#!g2.2\n#pragma taas --gpus 2\n1")
+        assert "its first machine, the head, can hold 1 rank, and is to have 2" in cell.error_value
     await_nothing_beyond(three_hosts, before)

@@ -130,6 +130,7 @@ def requests(run_id: str) -> list[wire_base.Message]:
         wire.ReleaseKept("run-x"),
         wire.ReadLog(),
         wire.ReadStatus(),
+        wire.AttachRun(run_id),
         wire.Preload(["antigravity"], {}),
         wire_data.PrepareDelivery(wire_data.DeliveryTask(run_id, 1, 1, [], {}, 0, 0, 0.0), memory),
         wire_data.CancelDelivery(run_id),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import SettingsError
-from taas_magic.machines.keys import fingerprint, is_key, new_keys, own_keys, read_authorized_keys
+from taas_magic.machines.keys import fingerprint, is_key, keys_directory, new_keys, own_keys, read_authorized_keys
 
 
 @pytest.fixture
@@ -26,6 +26,12 @@ def test_a_key_pair_is_made_once_and_for_nobody_else(environ: dict[str, str], tm
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert [each.name for each in path.parent.iterdir() if each.name.startswith(".")] == []
+
+
+def test_keys_are_in_the_configuration_of_whose_environment_it_is() -> None:
+    assert keys_directory({"HOME": "/home/ada"}) == Path("/home/ada/.config/taas/keys")
+    assert keys_directory({"HOME": "/home/ada", "XDG_CONFIG_HOME": "relative"}) == Path("/home/ada/.config/taas/keys")
+    assert keys_directory({"HOME": "/home/ada", "XDG_CONFIG_HOME": "/xdg"}) == Path("/xdg/taas/keys")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o622])

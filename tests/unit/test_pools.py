@@ -12,6 +12,7 @@ from taas_magic.pools import find_pool, place
 from taas_magic.settings import PoolSettings, RunnerAddress, Settings, load_settings
 
 KEY = "a" * 40
+RUNNER = f'{{ name = "a", address = "tcp://a:7777", key = "{KEY}" }}'
 
 
 def load(directory: Path, text: str, user: str = "") -> Settings:
@@ -76,6 +77,22 @@ def test_pools_are_read_and_the_projects_count_before_the_users(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("project", "user", "host"),
+    [
+        ('machine_list = "list"', 'machines = ["theirs"]', "listed"),
+        ('machines = ["ours"]', 'machine_list = "../../list"', "ours"),
+        ("tunnel = true", 'machines = ["theirs"]', "theirs"),
+    ],
+)
+def test_machines_of_the_project_replace_the_users_however_they_are_given(
+    tmp_path: Path, project: str, user: str, host: str
+) -> None:
+    (tmp_path / "list").write_text("listed\n")
+    settings = load(tmp_path, f"[pools.g2]\n{project}\n", f"[pools.g2]\n{user}\n")
+    assert settings.pools["g2"].machines == (Machine(host),)
+
+
+@pytest.mark.parametrize(
     ("text", "error"),
     [
         ('[pools.g2]\nengine = "slurm"\n', r'line 2: pools.g2.engine is .slurm.\nexpected: "local", "ssh" or "runner"'),
@@ -86,6 +103,10 @@ def test_pools_are_read_and_the_projects_count_before_the_users(tmp_path: Path) 
         ('[pools."g 2"]\n', "g 2 is no pool"),
         ("pools = 3\n", "pools is no pool"),
         ('[pools.g2]\nrunners = [{ address = "node", key = "x" }]\n', "line 2: pools.g2.runners"),
+        (f"[pools.g2]\nrunners = [{RUNNER}, {RUNNER}]\n", "line 2: pools.g2.runners"),
+        (f"[pools.g2]\nrunners = [{RUNNER}, {RUNNER.replace('7777', '7778')}]\n", "line 2: pools.g2.runners"),
+        ('[pools.g2]\nmachines = ["a slots=²"]\n', "line 2: pools.g2.machines"),
+        ('[pools.g2]\nmachines = ["a"]\nmachine_list = "list"\n', "line 3: .* has machines and machine_list"),
         ("[pools.g2]\nlease_s = 1\n", "line 2: pools.g2.lease_s"),
         ("[pools.g2]\ntunnel = 1\n", "line 2: pools.g2.tunnel"),
     ],
@@ -106,8 +127,15 @@ def test_an_unknown_pool_is_told_which_there_are(tmp_path: Path) -> None:
         find_pool(settings, "g3")
     with pytest.raises(SettingsError, match="engine ray, which this release does not have yet"):
         find_pool(settings, "old")
-    with pytest.raises(SettingsError, match="has no machines"):
+    with pytest.raises(SettingsError, match="has no machines for engine ssh"):
         find_pool(settings, "no")
+    astray = load(
+        tmp_path, f'[pools.a]\nengine = "ssh"\nrunners = [{RUNNER}]\n[pools.b]\nengine = "runner"\nmachines = ["a"]\n'
+    )
+    with pytest.raises(SettingsError, match="has no machines for engine ssh"):
+        find_pool(astray, "a")
+    with pytest.raises(SettingsError, match=r"for engine runner\nexpected: runners"):
+        find_pool(astray, "b")
     assert find_pool(load(tmp_path, ""), "g2").engine == "local"
 
 
@@ -125,6 +153,13 @@ def test_an_unknown_pool_is_told_which_there_are(tmp_path: Path) -> None:
 )
 def test_a_run_takes_whole_machines(gpus: int, size: int | None, has: list[int], counts: list[int]) -> None:
     assert place(PoolSettings(name="g2"), gpus, size, has) == counts
+
+
+def test_the_head_has_ranks() -> None:
+    with pytest.raises(PlacementError, match="its first machine, the head, can hold 2 ranks, and is to have 4"):
+        place(PoolSettings(name="g2"), 4, 4, [2, 8])
+    with pytest.raises(PlacementError, match="the head, can hold 0 ranks"):
+        place(PoolSettings(name="g2"), 4, None, [0, 8])
 
 
 def test_too_few_machines_are_counted() -> None:
