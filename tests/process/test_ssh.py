@@ -407,10 +407,15 @@ def test_an_interrupt_ends_all(three_hosts: Hosts, options: SshOptions, tmp_path
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt_once_they_run)
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        start_all(machines, {}, options=replace(options, command=silent, tunnel=True), timeout_s=60)
-    interrupter.join()
+    # What a shell starts in the background ignores interrupts, and so would these tests.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            start_all(machines, {}, options=replace(options, command=silent, tunnel=True), timeout_s=60)
+        interrupter.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     await_gone(pids_in(tmp_path), SOON_S)
 
 
