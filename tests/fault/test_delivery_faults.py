@@ -104,7 +104,8 @@ def test_whatever_happens_to_producers_the_stream_is_the_same(
     for number in range(rounds):
         begin(notebook, loader, cpus)
         await_condition(lambda: bool(producers(notebook)), "producers")
-        for _ in range(source.randint(1, 3)):
+        # What ends three producers counts as the cause of that; with two no element can.
+        for _ in range(source.randint(1, 2)):
             select.select([], [], [], source.random() * 0.12)
             found = producers(notebook)
             if found:
