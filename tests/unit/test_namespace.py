@@ -57,7 +57,7 @@ STORIES = [
     ),
     Story(
         "files that are closed",
-        "import os, pathlib, tempfile; path = os.path.join(tempfile.gettempdir(), 'closed.txt')",
+        "import os, pathlib, tempfile; path = os.path.join(tempfile.gettempdir(), f'closed-{os.getpid()}.txt')",
         """
         with open(path, "w") as text: text.write("written")
         with open(path, "rb") as raw: length = len(raw.read())
