@@ -6,6 +6,7 @@ that gets its names as a rank does. What has to hold afterwards is the same.
 
 from __future__ import annotations
 
+import os
 import textwrap
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ STORIES = [
     ),
     Story(
         "files that are closed",
-        "import os, pathlib, tempfile; path = os.path.join(tempfile.gettempdir(), f'closed-{os.getpid()}.txt')",
+        f"import os, pathlib, tempfile; path = os.path.join(tempfile.gettempdir(), 'closed-{os.getpid()}.txt')",
         """
         with open(path, "w") as text: text.write("written")
         with open(path, "rb") as raw: length = len(raw.read())
